@@ -1,0 +1,437 @@
+"""The codes and their algebra over GF(2). Run with: python -m pytest tests/test_codes.py"""
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import codes
+from codes import (
+    binary_codes,
+    code_table,
+    gf2_inverse,
+    gf2_rank,
+    ids_from_codes,
+    invertible_matrix,
+    matrix_from_hex,
+    matrix_to_hex,
+    recode,
+    unrecode,
+)
+
+ROOT = Path(__file__).parent.parent
+ALL_IDS = np.arange(2**16)
+PAPER_HEX = ("23b4 b5aa bd74 c165 e2ab 1bef c1cd 70e4 "
+             "650e 4746 554b b43d c4ef f0a2 87be 481c")
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "codes.py", *arguments], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------- binary codes
+
+
+def test_all_codes_are_the_ids_bits_and_invert():
+    table = binary_codes(ALL_IDS)
+    assert table.dtype == np.uint8 and table.shape == (2**16, 16)
+    for t in ALL_IDS.tolist():
+        assert table[t].tolist() == [int(digit) for digit in reversed(f"{t:016b}")]
+    assert len(np.unique(table, axis=0)) == 2**16
+    assert np.array_equal(ids_from_codes(table), ALL_IDS)
+    assert binary_codes(6).tolist() == [0, 1, 1] + [0] * 13
+
+
+@given(st.integers(1, 63).flatmap(
+    lambda bits: st.tuples(st.just(bits), st.lists(st.integers(0, 2**bits - 1), min_size=1))))
+def test_codes_of_any_width_invert(case):
+    bits, ids = case
+    table = binary_codes(ids, bits)
+    assert table.shape == (len(ids), bits)
+    assert ids_from_codes(table).tolist() == ids
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.int64, np.uint64])
+def test_ids_of_any_shape_and_integer_type(dtype):
+    ids = np.arange(24, dtype=dtype).reshape(2, 3, 4)
+    table = binary_codes(ids)
+    assert table.shape == (2, 3, 4, 16)
+    assert np.array_equal(ids_from_codes(table), ids)
+    assert binary_codes(ids[:0]).shape == (0, 3, 4, 16)
+
+
+@pytest.mark.parametrize("ids", [-1, 2**16, [0, 2**16], [[5, -3]], 2**63])
+def test_ids_out_of_range_are_refused(ids):
+    with pytest.raises(ValueError, match="ids run from .* give 0 to 65535"):
+        binary_codes(ids)
+
+
+@pytest.mark.parametrize("ids", [1.0, [1.5], True, [True, False], "7", None, 2**64])
+def test_ids_that_are_not_integers_are_refused(ids):
+    with pytest.raises(ValueError, match="ids have type .* give 64-bit integers"):
+        binary_codes(ids)
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, float("nan"), 255, 256, 257])
+def test_values_that_are_no_bits_are_refused(value):
+    bits = np.array([[1, 0], [value, 1]])
+    for refuse in (ids_from_codes, gf2_rank, gf2_inverse, matrix_to_hex,
+                   lambda M: recode(np.zeros(2), M), lambda c: recode(c, np.eye(2))):
+        with pytest.raises(ValueError, match="other than 0 and 1; give bits"):
+            refuse(bits)
+
+
+def test_codes_too_wide_for_an_id_are_refused():
+    with pytest.raises(ValueError, match="64 bits do not fit"):
+        ids_from_codes(np.zeros((1, 64)))
+
+
+# ---------------------------------------------------------------- linear algebra over GF(2)
+
+
+@st.composite
+def bit_matrices(draw, largest):
+    m, n = draw(st.integers(1, largest)), draw(st.integers(1, largest))
+    cells = draw(st.lists(st.integers(0, 1), min_size=m * n, max_size=m * n))
+    return np.array(cells).reshape(m, n)
+
+
+def span_size(M):
+    """How many vectors the rows of M make, by adding up every subset of them."""
+    subsets = itertools.product([0, 1], repeat=len(M))
+    return len({tuple(np.array(subset) @ M % 2) for subset in subsets})
+
+
+@given(bit_matrices(largest=6))
+def test_rank_is_the_brute_force_rank(M):
+    assert 2**gf2_rank(M) == span_size(M)
+
+
+@given(bit_matrices(largest=12))
+def test_rank_is_that_of_the_transpose(M):
+    assert gf2_rank(M) == gf2_rank(M.T)
+
+
+def test_rank_of_every_3_by_3_matrix():
+    ranks = [gf2_rank(np.reshape(cells, (3, 3))) for cells in itertools.product([0, 1], repeat=9)]
+    # (2^3 - 1)(2^3 - 2)(2^3 - 4) = 168 of the 512 are invertible.
+    assert np.bincount(ranks).tolist() == [1, 49, 294, 168]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32))
+def test_a_matrix_times_its_inverse_is_one(bits, seed):
+    matrix = invertible_matrix(bits, seed)
+    inverse = gf2_inverse(matrix)
+    assert matrix.dtype == inverse.dtype == np.uint8
+    assert np.array_equal(matrix.astype(int) @ inverse % 2, np.eye(bits))
+    assert np.array_equal(inverse.astype(int) @ matrix % 2, np.eye(bits))
+
+
+@given(bit_matrices(largest=5))
+def test_only_square_matrices_of_full_rank_have_an_inverse(M):
+    if M.shape[0] == M.shape[1] and span_size(M) == 2**len(M):
+        assert np.array_equal(gf2_inverse(M) @ M % 2, np.eye(len(M)))
+    else:
+        with pytest.raises(ValueError, match="is singular"):
+            gf2_inverse(M)
+
+
+def test_functions_leave_their_input_as_it_was():
+    matrix = invertible_matrix(16, 12345)
+    before = matrix.copy()
+    gf2_rank(matrix)
+    gf2_inverse(matrix)
+    recode(binary_codes(ALL_IDS), matrix, 5)
+    assert np.array_equal(matrix, before)
+
+
+def test_the_papers_seed_takes_the_second_draw():
+    generator = np.random.default_rng(12345)
+    first, second = generator.integers(0, 2, (16, 16)), generator.integers(0, 2, (16, 16))
+    matrix = invertible_matrix(16, 12345)
+    assert gf2_rank(first) < 16 and gf2_rank(second) == 16
+    assert np.array_equal(matrix, second)
+    assert matrix_to_hex(matrix) == PAPER_HEX
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2)])
+def test_a_matrix_without_two_dimensions_is_refused(shape):
+    for refuse in (gf2_rank, gf2_inverse, lambda M: recode(np.zeros(4), M)):
+        with pytest.raises(ValueError, match="give rows and columns"):
+            refuse(np.zeros(shape, dtype=int))
+
+
+@pytest.mark.parametrize("bits, seed", [(0, 1), (-3, 1), (16, -1)])
+def test_a_draw_that_cannot_be_is_refused(bits, seed):
+    with pytest.raises(ValueError, match=f"seed is {seed} and bits is {bits}; give"):
+        invertible_matrix(bits, seed)
+
+
+# ---------------------------------------------------------------- a matrix as text
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32))
+def test_hex_goes_both_ways(bits, seed):
+    matrix = invertible_matrix(bits, seed)
+    text = matrix_to_hex(matrix)
+    assert np.array_equal(matrix_from_hex(text, bits), matrix)
+    assert np.array_equal(matrix_from_hex(text.upper().replace(" ", "\n"), bits), matrix)
+
+
+def test_hex_has_row_0_first_and_column_0_as_bit_0():
+    assert matrix_from_hex("1 3 7 F", bits=4).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+    ]
+    assert matrix_from_hex("1 3 7 F", bits=4).dtype == np.uint8
+
+
+@pytest.mark.parametrize("text", [
+    "", "1 2 4", "1 2 4 8 1", "1248", "1 2 4 g", "1 2 4 8 zz", "1 2 4 -8", "1 2 4 0x8", "1 2 4_0 8",
+    "1 2 4 18", "1 2 4 " + "f" * 40,
+])
+def test_text_that_is_not_rows_of_hex_is_refused(text):
+    with pytest.raises(ValueError, match="is not 4 hex words of 4 bits; give one a row"):
+        matrix_from_hex(text, bits=4)
+
+
+@pytest.mark.parametrize("text", ["1 2 4 4", "0 1 2 4", "1 2 3 8"])
+def test_a_singular_matrix_in_hex_is_refused(text):
+    with pytest.raises(ValueError, match="rank 3 is singular; give another"):
+        matrix_from_hex(text, bits=4)
+
+
+# ---------------------------------------------------------------- recoding
+
+
+def test_the_papers_recoding_of_every_id_is_injective_and_inverts():
+    matrix, table = invertible_matrix(16, 12345), binary_codes(ALL_IDS)
+    for offset in (0, 1, 54321):
+        recoded = recode(table, matrix, offset)
+        assert recoded.dtype == np.uint8
+        b = np.array([offset >> i & 1 for i in range(16)])
+        assert np.array_equal(recoded, (table.astype(int) @ matrix.T.astype(int) + b) % 2)
+        assert len(np.unique(ids_from_codes(recoded))) == 2**16
+        assert np.array_equal(unrecode(recoded, matrix, offset), table)
+
+
+def test_recoding_is_additive():
+    words = ids_from_codes(code_table("gf2", 2**16))
+    for a in (0, 1, 2, 3, 255, 4096, 30000, 49151, 65535):
+        assert np.array_equal(words[a ^ ALL_IDS], words[a] ^ words)
+    # Additivity over all pairs follows from these: a code is the sum of its bits' codes.
+    for bit in range(16):
+        assert np.array_equal(words[ALL_IDS ^ 1 << bit], words ^ words[1 << bit])
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 12), st.integers(0, 2**32), st.data())
+def test_recoding_of_any_width_inverts(bits, seed, data):
+    matrix, offset = invertible_matrix(bits, seed), data.draw(st.integers(0, 2**bits - 1))
+    table = binary_codes(np.arange(2**bits), bits)
+    recoded = recode(table, matrix, offset)
+    assert np.array_equal(unrecode(recoded, matrix, offset), table)
+    assert ids_from_codes(recoded[0]) == offset
+    assert recode(table.reshape(2, -1, bits), matrix, offset).shape == (2, 2**bits // 2, bits)
+
+
+@pytest.mark.parametrize("width", [16, 17, 40, 300, 2048])
+def test_a_taller_matrix_of_full_column_rank_recodes_without_collision(width):
+    matrix = np.random.default_rng(0).integers(0, 2, (width, 16))
+    matrix[-16:] = np.eye(16)
+    ids = np.arange(0, 2**16, 7)
+    recoded = recode(binary_codes(ids), matrix)
+    assert recoded.shape == (len(ids), width)
+    expected = (binary_codes(ids).astype(np.float32) @ matrix.T.astype(np.float32)) % 2
+    assert np.array_equal(recoded, expected)
+    assert np.array_equal(ids_from_codes(recoded[:, -16:]), ids)
+    # Offset 5 turns bits 0 and 2 over.
+    turned = np.flatnonzero((recode(binary_codes(ids), matrix, offset=5) != recoded).all(axis=0))
+    assert turned.tolist() == [0, 2]
+
+
+def test_parity_survives_sums_above_255():
+    matrix = np.triu(np.ones((600, 600), dtype=int))
+    assert np.array_equal(recode(np.ones(600), matrix), np.arange(600, 0, -1) % 2)
+
+
+def test_a_matrix_that_is_singular_or_misfits_the_codes_is_refused():
+    singular = np.eye(16, dtype=int)
+    singular[3] = singular[5]
+    for matrix in (singular, np.eye(8), np.eye(16)[:15], np.eye(17)):
+        for function in (recode, unrecode):
+            with pytest.raises(ValueError, match=r"matrix \(\d+, \d+\) of rank \d+ is singular"):
+                function(binary_codes([1, 2]), matrix)
+
+
+@pytest.mark.parametrize("offset", [-1, 2**16, 2**70])
+def test_an_offset_out_of_range_is_refused(offset):
+    matrix = invertible_matrix(16, 12345)
+    for refuse in (lambda: recode(binary_codes(1), matrix, offset),
+                   lambda: unrecode(binary_codes(1), matrix, offset),
+                   lambda: code_table("gf2", 64, offset=offset)):
+        with pytest.raises(ValueError, match=f"offset is {offset}; give 0 to 65535"):
+            refuse()
+
+
+# ---------------------------------------------------------------- tables by name
+
+
+def test_the_papers_tables():
+    ids = np.arange(49_152)
+    binary16, gf2 = code_table("binary16", 49_152), code_table("gf2", 49_152)
+    assert binary16.dtype == gf2.dtype == np.float32
+    assert binary16.shape == gf2.shape == (49_152, 16)
+    assert np.array_equal(ids_from_codes(binary16), ids)
+    assert np.array_equal(gf2, recode(binary_codes(ids), matrix_from_hex(PAPER_HEX)))
+    assert len(np.unique(ids_from_codes(gf2))) == 49_152
+    # The separator, id 0, has the zero code in both.
+    assert not binary16[0].any() and not gf2[0].any()
+
+
+def test_a_table_takes_its_seed_matrix_and_offset():
+    matrix = matrix_from_hex("1 3 7 f", bits=4)
+    table = code_table("gf2", 12, bits=4, seed=7, matrix=matrix, offset=9)
+    assert np.array_equal(table, recode(binary_codes(np.arange(12), 4), matrix, 9))
+    drawn = code_table("gf2", 300, bits=9, seed=7)
+    assert np.array_equal(drawn, recode(binary_codes(np.arange(300), 9), invertible_matrix(9, 7)))
+    identity = code_table("gf2", 100, matrix=np.eye(16, dtype=np.uint8))
+    assert np.array_equal(identity, code_table("binary16", 100))
+
+
+def test_another_code_is_one_function_and_one_name(monkeypatch):
+    def repeated(vocab_size, bits, seed, matrix, offset):
+        return np.tile(binary_codes(np.arange(vocab_size), bits), 3)
+
+    monkeypatch.setitem(codes.CODES, "repeated", repeated)
+    table = code_table("repeated", 200)
+    assert table.shape == (200, 48) and table.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", ["binary16", "gf2"])
+@pytest.mark.parametrize("vocab_size", [-5, 0, 1, 65_537])
+def test_a_vocabulary_that_does_not_fit_is_refused(name, vocab_size):
+    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; .* give 2 to 65536"):
+        code_table(name, vocab_size)
+    assert len(code_table(name, 65_536)) == 65_536
+
+
+def test_what_a_code_does_not_use_is_refused():
+    for unused in ({"matrix": np.eye(16)}, {"offset": 1}):
+        with pytest.raises(ValueError, match="binary16 has neither matrix nor offset; drop them"):
+            code_table("binary16", 64, **unused)
+
+
+def test_a_matrix_that_is_not_in_gl_is_refused():
+    for matrix in (np.eye(15), np.eye(17), np.ones((20, 16)), np.ones(16)):
+        with pytest.raises(ValueError, match=r"the matrix has shape .*; gf2 needs \(16, 16\)"):
+            code_table("gf2", 64, matrix=matrix)
+    with pytest.raises(ValueError, match="rank 1 is singular"):
+        code_table("gf2", 64, matrix=np.ones((16, 16)))
+
+
+def test_an_unknown_code_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="there is no code 'gf3'; choose from binary16, gf2"):
+        code_table("gf3", 64)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_of_the_paper():
+    page = run().stdout
+    assert "49,152 codes of 16 bits, 49,152 of them distinct" in page
+    words = [line.split()[-1] for line in page.splitlines()[3:19]]
+    assert " ".join(words) == PAPER_HEX
+    assert "Id with the zero code: 0\n" in page
+    assert "Hamming distance over all pairs of codes: minimum 1, mean 8.0002" in page
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--code", "binary16"],
+    ["--seed", "3"],
+    ["--seed", "5", "--offset", "129"],
+    ["--matrix", "1 3 7 f 1f 3f 7f ff", "--offset", "200"],
+    ["--seed", "2", "--vocab_size", "9"],
+    ["--seed", "8", "--vocab_size", "2", "--offset", "77"],
+])
+def test_the_pages_numbers_are_those_of_brute_force(arguments, capsys):
+    codes.main(["--bits", "8", "--vocab_size", "100", *arguments])
+    page = capsys.readouterr().out
+    option = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    matrix = option.get("--matrix")
+    table = code_table(
+        option.get("--code", "gf2"), int(option.get("--vocab_size", 100)), bits=8,
+        seed=int(option.get("--seed", 12345)), offset=int(option.get("--offset", 0)),
+        matrix=None if matrix is None else matrix_from_hex(matrix, 8))
+
+    rows = [tuple(map(int, row)) for row in table]
+    distances = [sum(x != y for x, y in zip(a, b, strict=True))
+                 for a, b in itertools.combinations(rows, 2)]
+    mean = sum(distances) / len(distances)
+    assert f"minimum {min(distances)}, mean {mean:.4f}\n" in page
+    assert f"{len(rows)} codes of 8 bits, {len(set(rows))} of them distinct\n" in page
+    zero = rows.index((0,) * 8) if (0,) * 8 in rows else "none"
+    assert f"Id with the zero code: {zero}\n" in page
+    for token_id, row in enumerate(rows[:8]):
+        assert f"{token_id:6}   {' '.join(map(str, row))}\n" in page
+    histogram = page.split("how many codes have n\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[:2] for line in histogram] == [
+        [str(n), str(sum(sum(row) == n for row in rows))] for n in range(9)]
+
+
+def test_the_page_counts_codes_that_collide(monkeypatch, capsys):
+    def halved(vocab_size, bits, seed, matrix, offset):
+        return binary_codes(np.arange(vocab_size) // 2, bits)
+
+    monkeypatch.setitem(codes.CODES, "halved", halved)
+    codes.main(["--code", "halved", "--vocab_size", "10"])
+    page = capsys.readouterr().out
+    assert page.startswith("10 codes of 16 bits, 5 of them distinct\n")
+    assert "Id with the zero code: 0 1\n" in page and "minimum 0, mean" in page
+
+
+@pytest.mark.parametrize("code", ["binary16", "gf2"])
+def test_the_picture(code, tmp_path):
+    from matplotlib.image import imread
+
+    done = run("--code", code, "--vocab_size", "500", "--png", str(tmp_path / "codes.png"))
+    assert done.returncode == 0 and done.stderr == ""
+    height, width, _ = imread(tmp_path / "codes.png").shape
+    assert height >= 400 and width >= 800
+
+
+def test_importing_needs_no_matplotlib():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, codes; print('matplotlib' in sys.modules)"],
+        cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--code", "gf3"], "there is no code 'gf3'; choose from binary16, gf2"),
+    (["--vocab_size", "65537"], "vocab_size is 65537; with 16 bits give 2 to 65536"),
+    (["--bits", "0"], "seed is 12345 and bits is 0; give a seed >= 0 and bits >= 1"),
+    (["--seed", "-1"], "seed is -1 and bits is 16; give a seed >= 0 and bits >= 1"),
+    (["--offset", "65536"], "offset is 65536; give 0 to 65535, whose bits are b"),
+    (["--matrix", ""], "matrix '' is not 16 hex words of 16 bits; give one a row"),
+    (["--bits", "2", "--vocab_size", "4", "--matrix", "3 3"],
+     "matrix (2, 2) of rank 1 is singular; give another"),
+    (["--code", "binary16", "--matrix", PAPER_HEX],
+     "binary16 has neither matrix nor offset; drop them or choose gf2"),
+    (["--code", "binary16", "--offset", "3"],
+     "binary16 has neither matrix nor offset; drop them or choose gf2"),
+    (["--vocab_size", "9", "--png", "missing/a.png"], "No such file or directory"),
+])
+def test_refusals_are_one_sentence(arguments, sentence):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("codes.py: ") and sentence in done.stderr
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
