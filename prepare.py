@@ -1,0 +1,298 @@
+"""Text -> token shards: data/<name>/ as the top of shards.py describes it.
+
+python prepare.py                                   the standard library of this Python
+python prepare.py --source notes --tokenizer bpe:4096 --max_tokens 2e6
+python prepare.py --source A=0.9 --source B=0.1     shares of the tokens
+python prepare.py --source hf:HuggingFaceTB/smollm-corpus/fineweb-edu-dedup \\
+    --tokenizer smollm2 --max_tokens 102e9
+python prepare.py --verify data/stdlib
+
+A source is stdlib, hf:<repo>[/<config>][@revision], or a file or folder of .txt, .md, .py (one
+document a file), .jsonl, .jsonl.gz, .jsonl.xz and .parquet (one a row, its "text"). A tokenizer
+is bpe:<size>, trained on the source, a tokenizer.json, smollm2, or another name on the hub.
+"""
+
+import argparse
+import gzip
+import json
+import lzma
+import os
+import platform
+import shutil
+import sysconfig
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import shards
+from tokenizer import fetch_tokenizer, load_tokenizer, make_encoder, train_bpe, vocabulary
+
+PACKAGES = {"site-packages", "dist-packages"}  # installed beside the standard library
+BPE_BYTES = 64_000_000  # the most text that a BPE is trained on
+BATCH_BYTES, BATCHES = 500_000, 32  # what a thread encodes at a time, and how many wait
+
+# ---------------- Sources: a document is the bytes of its raw text
+
+
+def rows_of(path):
+    """The rows of a .jsonl or .parquet file, few in memory at a time."""
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        for batch in ParquetFile(path).iter_batches(batch_size=256, columns=["text"]):
+            yield from batch.to_pylist()
+    else:
+        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+        with opener(path, "rb") as file:
+            yield from (json.loads(line) for line in file if line.strip())
+
+
+def local_documents(files):
+    """The documents of files, passing over those of unknown kinds."""
+    for file in files:
+        if file.name.endswith((".txt", ".md", ".py")):
+            yield file.read_bytes()
+        elif file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")):
+            try:
+                for row in rows_of(file):
+                    yield row["text"].encode("utf-8", "replace")
+            except Exception as error:  # each format raises its own kinds
+                raise ValueError(f'{file}: {error!r}; mend it, a "text" in each row') from None
+
+
+def hub_documents(name):
+    """The texts of hf:<repo>[/<config>][@revision], streamed.
+
+    A failure is tried again from the document where it came; but not before the first document,
+    where the name is wrong or there is no network.
+    """
+    from datasets import load_dataset
+
+    path, _, revision = name.removeprefix("hf:").partition("@")
+    parts = path.split("/", 2)
+    options = dict(split="train", streaming=True, revision=revision or None)
+    taken, waits = 0, []
+    while True:
+        try:
+            for row in load_dataset("/".join(parts[:2]), *parts[2:], **options).skip(taken):
+                document = row["text"].encode("utf-8", "replace")
+                taken, waits = taken + 1, [1, 5, 30, 120, 600]
+                yield document
+            return
+        except Exception as error:  # each layer down to the network raises its own kinds
+            reason = f"{name} failed at document {taken} ({error!r})"
+        if not waits:
+            raise ValueError(f"{reason}; check the name and the network")
+        print(f"{reason}; trying again in {waits[0]} s")
+        time.sleep(waits.pop(0))
+
+
+def documents_of(name):
+    """The documents of a source, an iterator of bytes; files are taken in sorted order."""
+    if name.startswith("hf:"):
+        return hub_documents(name)
+    if name == "stdlib":
+        folder = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in folder.rglob("*.py") if PACKAGES.isdisjoint(file.parts)]
+    elif Path(name).exists():
+        files = Path(name).rglob("*") if Path(name).is_dir() else [Path(name)]
+    else:
+        raise ValueError(f"the source {name} does not exist; give stdlib, hf:<repo> or a path")
+    return local_documents(sorted(files))
+
+
+def held_out(document, val_share):
+    """Whether a document is held out, by a hash of it, so that a copy goes the same way."""
+    digest = blake2b(document, digest_size=8).digest()
+    return int.from_bytes(digest, "big") < val_share * 2**64
+
+
+def opening_texts(sources, val_share):
+    """The first BPE_BYTES of the training documents of all sources, by their shares, as text."""
+    for name, share in sources:
+        room = int(BPE_BYTES * share / sum(share for _, share in sources))
+        for document in documents_of(name):
+            if not held_out(document, val_share):
+                yield document[:room].decode("utf-8", "replace")
+                room -= len(document)
+            if room <= 0:
+                break
+
+
+# ---------------- Shards
+
+
+def encoded(documents, encode, pool):
+    """encode(document) of each in order. Threads are enough: both encoders let go of Python."""
+    waiting, batch, size = deque(), [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document) + 100  # what an object takes besides
+        if size >= BATCH_BYTES:
+            waiting.append(pool.submit(list, map(encode, batch)))
+            batch, size = [], 0
+        if len(waiting) > BATCHES:
+            yield from waiting.popleft().result()
+    while waiting:
+        yield from waiting.popleft().result()
+    yield from map(encode, batch)
+
+
+def append(folder, split, entry, buffer, ids):
+    """Put ids behind those of a split; a full buffer becomes a shard."""
+    start = entry["tokens"] % len(buffer)
+    part = ids[: len(buffer) - start]
+    buffer[start : start + len(part)] = part
+    entry["tokens"] += len(part)
+    if start + len(part) == len(buffer):
+        entry["shards"].append(shards.write_shard(folder, split, len(entry["shards"]), buffer))
+    if len(part) < len(ids):
+        append(folder, split, entry, buffer, ids[len(part) :])
+
+
+def write_splits(folder, sources, encode, max_tokens, pool):
+    """Encode the sources into the shards of `folder`; returns the sources and splits of meta.json.
+
+    The next document is always from the source that is furthest behind its share of the tokens.
+    """
+    counts = dict(documents=0, tokens=0, bytes=0)
+    splits = {split: dict(counts, shards=[]) for split in shards.SPLITS}
+    buffers = {split: np.empty(shards.SHARD_TOKENS, shards.ID_DTYPE) for split in splits}
+    entries, streams = [], []
+    for name, share in sources:
+        python = f"Python {platform.python_version()}"
+        revision = python if name == "stdlib" else name.partition("@")[2]
+        entries.append(dict(source=name, revision=revision, share=share, **counts))
+        streams.append(encoded(documents_of(name), encode, pool))
+    live, total, seen, begun = [*range(len(sources))], 0, 0, time.perf_counter()
+    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
+        while live and (max_tokens is None or total < max_tokens):
+            number = min(live, key=lambda i: entries[i]["tokens"] / entries[i]["share"])
+            entry, item = entries[number], next(streams[number], None)
+            if item is None:
+                live.remove(number)
+                bar.write(f"{entry['source']} has ended after {entry['tokens']:,} tokens")
+                continue
+            ids, size, split = item
+            append(folder, split, splits[split], buffers[split], ids)
+            entry["tokens"] += len(ids)
+            for counted in (entry, splits[split]):
+                counted["documents"] += 1
+                counted["bytes"] += size
+            total, seen = total + len(ids), seen + size
+            speed = seen / 1e6 / (time.perf_counter() - begun)
+            bar.set_postfix_str(f"{speed:.1f} MB/s", refresh=False)
+            bar.update(len(ids))
+    for split, entry in splits.items():
+        rest = buffers[split][: entry["tokens"] % shards.SHARD_TOKENS]
+        if len(rest):
+            entry["shards"].append(shards.write_shard(folder, split, len(entry["shards"]), rest))
+        if not entry["tokens"]:
+            raise ValueError(f"none of {total:,} tokens are {split}; give more text")
+    return entries, splits
+
+
+def prepare(sources, name, out, max_tokens, val_share, workers):
+    """Make the data folder `out` of sources, pairs of a name and a share of the tokens.
+
+    All is written to a folder beside it, which takes its name at the very end.
+    """
+    arguments = dict(sources=sources, tokenizer=name, max_tokens=max_tokens, val_share=val_share)
+    if out.exists():
+        if (out / "meta.json").is_file():
+            if shards.read_meta(out).get("arguments") == arguments:
+                print(f"{out} is there, made with these arguments; remove it to make it again")
+                return
+        raise ValueError(f"{out} exists, made otherwise; remove it or choose another --out")
+    if not 0 < val_share < 1:
+        raise ValueError(f"--val_share {val_share} is not between 0 and 1; give 0.01")
+    if workers < 1 or not (max_tokens is None or max_tokens > 0):
+        raise ValueError("--max_tokens or --workers is not above 0; give at least 1")
+    begun = time.perf_counter()
+    folder = out.with_name(out.name + ".partial")
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir(parents=True)
+
+    if name.startswith("bpe:"):
+        path = folder / "tokenizer.json"
+        path.write_bytes(train_bpe(name, opening_texts(sources, val_share)))
+        tokenizer = load_tokenizer(path)
+    else:
+        path = fetch_tokenizer(name)
+        tokenizer = load_tokenizer(path)
+        shutil.copyfile(path, folder / "tokenizer.json")
+    vocab_size, separator = vocabulary(tokenizer)
+    encode, fast = make_encoder(tokenizer)
+    way = "tiktoken" if fast else "tokenizers, which is slower: tiktoken would give other ids"
+    print(f"tokenizer {name}: {vocab_size:,} ids, encoded by {way}")
+
+    def encode_document(document):
+        ids = encode(document.decode("utf-8", "replace")).astype(shards.ID_DTYPE)
+        split = "val" if held_out(document, val_share) else "train"
+        return np.append(ids, ids.dtype.type(separator)), len(document), split
+
+    with ThreadPoolExecutor(workers) as pool:
+        entries, splits = write_splits(folder, sources, encode_document, max_tokens, pool)
+        pool.shutdown(cancel_futures=True)  # what was read beyond max_tokens
+    meta = dict(vocab_size=vocab_size, separator=separator, tokenizer=name)
+    meta |= dict(tokenizer_sha256=shards.sha256(folder / "tokenizer.json"))
+    meta |= dict(sources=entries, splits=splits, arguments=arguments)
+    shards.write_json(folder / "meta.json", meta)
+    os.rename(folder, out)
+
+    seconds = time.perf_counter() - begun
+    for split, entry in splits.items():
+        print(
+            f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens of "
+            f"{entry['bytes'] / entry['tokens']:.2f} bytes, {len(entry['shards'])} shards"
+        )
+    megabytes = sum(entry["bytes"] for entry in entries) / 1e6
+    print(f"{out}: {megabytes:.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
+
+
+# ---------------- Command line
+
+
+def parse_source(text):
+    """[name, share] of "name" or "name=share"."""
+    name, _, share = text.rpartition("=")
+    if not name or Path(text).exists():
+        return [text, 1.0]
+    if not share.replace(".", "", 1).isdecimal() or float(share) == 0:
+        raise ValueError(f"--source {text} has no share above 0 after its =; write name=0.9")
+    return [name, float(share)]
+
+
+def main(argv=None):
+    """The command line."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--source", action="append", help="default stdlib; again for a mixture")
+    parser.add_argument("--tokenizer", default="bpe:8192", help="default bpe:8192")
+    parser.add_argument("--out", type=Path, help="default data/<name of the first source>")
+    parser.add_argument("--max_tokens", type=float, help="end at so many, train and val together")
+    parser.add_argument("--val_share", type=float, default=0.01, help="held out; default 0.01")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count(), 16), help="threads")
+    parser.add_argument("--verify", type=Path, metavar="DIR", help="check a data folder instead")
+    args = parser.parse_args(argv)
+    try:
+        if args.verify:
+            for split in shards.SPLITS:
+                shards.open_shards(args.verify, split, verify=True)
+            print(f"{args.verify} is as it was made")
+            return
+        sources = [parse_source(text) for text in args.source or ["stdlib"]]
+        first = Path(sources[0][0].partition("@")[0]).resolve().name.partition(".")[0]
+        out = args.out or Path("data") / first
+        prepare(sources, args.tokenizer, out, args.max_tokens, args.val_share, args.workers)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
