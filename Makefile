@@ -1,0 +1,25 @@
+PYTHON ?= python3
+RUN = .venv/bin/python
+MODELS = learned binary16 gf2
+
+.PHONY: smoke test lint
+
+# Three small models on the standard library's own text, then their table and picture.
+smoke: .venv/ready
+	$(RUN) prepare.py
+	for model in $(MODELS); do \
+		$(RUN) train.py configs/$$model.py configs/smoke.py --resume || exit; \
+	done
+	$(RUN) evaluate.py $(MODELS:%=out/%-smoke)
+
+test: lint
+	$(RUN) -m pytest -q tests
+
+lint: .venv/ready
+	$(RUN) -m ruff check .
+
+.venv/ready: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
+	touch .venv/ready
