@@ -2,11 +2,15 @@ PYTHON ?= python3
 RUN = .venv/bin/python
 MODELS = learned binary16 gf2
 
+# glibc gives large blocks back to the system at every free; keeping them saves a tenth of the time.
+export MALLOC_MMAP_MAX_ = 0
+export MALLOC_TRIM_THRESHOLD_ = 100000000000
+
 .PHONY: smoke test lint
 
 # Three small models on the standard library's own text, then their table and picture.
 smoke: .venv/ready
-	$(RUN) prepare.py
+	$(RUN) prepare.py --val_share 0.05
 	for model in $(MODELS); do \
 		$(RUN) train.py configs/$$model.py configs/smoke.py --resume || exit; \
 	done
