@@ -176,7 +176,8 @@ def write_splits(folder, sources, encode, max_tokens, pool):
             entry, item = entries[number], next(streams[number], None)
             if item is None:
                 live.remove(number)
-                bar.write(f"{entry['source']} has ended after {entry['tokens']:,} tokens")
+                if live:
+                    bar.write(f"{entry['source']} has ended after {entry['tokens']:,} tokens")
                 continue
             ids, size, split = item
             append(folder, split, splits[split], buffers[split], ids)
