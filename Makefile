@@ -2,9 +2,9 @@ PYTHON ?= python3
 RUN = .venv/bin/python
 MODELS = learned binary16 gf2
 
-# On a CPU: threads that wait without spinning, since one busy neighbour makes spinning ten times
-# slower; and freed memory that is kept, since glibc gives every large block back to the system.
-export OMP_WAIT_POLICY = PASSIVE
+# On a CPU: threads that spin only briefly, since beside one busy process long spinning made a run
+# ten times slower; and freed memory that is kept, where glibc would give back every large block.
+export GOMP_SPINCOUNT = 1000
 export MALLOC_MMAP_MAX_ = 0
 export MALLOC_TRIM_THRESHOLD_ = 100000000000
 
