@@ -125,7 +125,7 @@ def test_requirements_are_pinned():
                 assert package, f"{path.name}: {line}"
                 packages[package[1]] = package[2]
     to_run = "torch numpy tiktoken tokenizers lm-eval safetensors matplotlib tqdm"
-    to_test = "pytest hypothesis transformers ruff"
+    to_test = "pytest hypothesis transformers accelerate ruff"
     assert set(packages) == set(f"{to_run} {to_test}".split())
     assert packages["torch"] == "2.13.0"
 
