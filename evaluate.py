@@ -146,7 +146,7 @@ def held_out_loss(model, val, windows, decile, facts, batch_tokens):
     from tqdm import tqdm
 
     rank, world = rank_and_world()
-    progress = tqdm(total=facts["targets"] // world, desc="held-out targets", disable=rank > 0)
+    progress = tqdm(total=facts["targets"] // world, desc="held-out targets", disable=rank > 0 or None)
 
     def decile_sums(ids, targets):
         progress.update(targets.numel())

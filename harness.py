@@ -181,7 +181,7 @@ def score(model, requests, max_length, batch_tokens):
         row = tuple((context + continuation)[-max_length - 1 : -1])
         readers.setdefault(row, []).append(i)
     device, at_once = model.head.weight.device, max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    progress = tqdm(total=len(requests), desc="requests", disable=rank_and_world()[0] > 0)
+    progress = tqdm(total=len(requests), desc="requests", disable=rank_and_world()[0] > 0 or None)
     for batch in make_batches(share_prefixes(readers, batch_tokens), batch_tokens):
         hidden, places = read_batch(model, batch)
         scored = [i for row in places for i in readers[row]]
