@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from test_shards import refused
 from torch.nn import functional as F
 
 import codes
@@ -767,17 +768,6 @@ def test_identity_matrix_makes_gf2_the_binary_code():
 
 # -----------------------------------------------------------------------------
 # Refusals
-
-
-def refused(action, *words):
-    """The one sentence of a ValueError, with these words in it."""
-    with pytest.raises(ValueError) as caught:
-        action()
-    sentence = str(caught.value)
-    assert sentence and "\n" not in sentence
-    for word in words:
-        assert word in sentence
-    return sentence
 
 
 @pytest.mark.parametrize(
