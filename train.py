@@ -180,7 +180,9 @@ def save_checkpoint(model, optimizer, config, update, facts):
     sums = {name: shards.sha256(unfinished / name) for name in SAVED}
     state = {"update": update, "targets": update * config.targets_per_update, **facts}
     shards.write_json(unfinished / "state.json", {**state, "sha256": sums})
-    os.sync()
+    for path in unfinished.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     shutil.rmtree(step, ignore_errors=True)  # can only be one that lacks its weights
     os.replace(unfinished, step)
     if config.keep_checkpoints > 0:
@@ -227,14 +229,13 @@ def draw_losses(run):
     """loss.png: the losses of a run over the targets it has seen."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    axes = Figure(figsize=(6, 4), layout="constrained").subplots()
     for key, label in (("loss", "training"), ("val_loss", "validation")):
         points = [(entry["targets"], entry[key]) for entry in read_metrics(run) if key in entry]
         axes.plot(*zip(*points, strict=True), label=label)
     axes.set(xlabel="targets", ylabel="nats per token", title=Path(run).name)
     axes.legend()
-    figure.savefig(Path(run) / "loss.png", dpi=120)
+    axes.figure.savefig(Path(run) / "loss.png", dpi=120)
 
 
 def plan(config, world, peak=989e12, mfu=0.4):
