@@ -13,7 +13,7 @@ export MALLOC_TRIM_THRESHOLD_ = 100000000000
 # Three small models on the standard library's own text, then their table and picture.
 smoke: .venv/ready
 	$(RUN) prepare.py --val_share 0.05
-	for model in $(MODELS); do \
+	trap 'exit 130' INT; for model in $(MODELS); do \
 		$(RUN) train.py configs/$$model.py configs/smoke.py --resume || exit; \
 	done
 	$(RUN) evaluate.py $(MODELS:%=out/%-smoke)

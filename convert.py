@@ -8,6 +8,7 @@ is written out as an embedding table, and would come back as a learned one.
 """
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import ModelConfig, Transformer, find_checkpoint, load_checkpoint
-from shards import read_json, sha256, write_json
+from shards import read_json, write_json
 from tokenizer import SEPARATOR, load_tokenizer, tokenizer_path, vocabulary
 
 # Ours: Hugging Face's, for the parts of a weight's name that differ, and for the config.
@@ -27,7 +28,8 @@ FIELDS = {"vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings",
           "d_model": "hidden_size", "d_ff": "intermediate_size", "n_layers": "num_hidden_layers",
           "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
           "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
-FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+         "quantization_config": None, "partial_rotary_factor": 1.0}
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast",
              "bos_token": SEPARATOR, "eos_token": SEPARATOR}
 VIEW = """`model.embed_tokens.weight` holds no parameters: it is a view of the fixed code of every
@@ -43,8 +45,7 @@ def partial_folder(path):
     """A new folder beside `path`, to take its name when whole. ValueError if `path` is in use."""
     if path.is_file() or path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty; name a new folder")
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     return partial
 
@@ -87,7 +88,6 @@ def fetch_hf(repo):
 
 def load_hf(folder):
     """The Transformer of a Llama folder, float32, eval mode. Raises ValueError on what differs."""
-    folder = Path(folder)
     try:
         hf = {"rope_theta": 10_000.0} | read_json(folder / "config.json")
         hf |= (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
@@ -121,25 +121,27 @@ def load_hf(folder):
 def from_hf(source, run):
     """Write a Hugging Face Llama, a folder or a repository, as a run folder. Raises ValueError."""
     folder = source if source.is_dir() else fetch_hf(str(source))
-    model, partial = load_hf(folder), partial_folder(run)
+    model = load_hf(folder)
+    load_tokenizer(folder / "tokenizer.json", model.config.vocab_size)
+    partial = partial_folder(run)
     (step := partial / "step_00000000").mkdir()
     shutil.copyfile(folder / "tokenizer.json", partial / "tokenizer.json")
     save_file(model.state_dict(), step / "model.safetensors")
     for place in (partial, step):
         write_json(place / "config.json", vars(model.config))
-    digests = {"model.safetensors": sha256(step / "model.safetensors")}
-    write_json(step / "state.json", {"update": 0, "targets": 0, "sha256": digests})
+    write_json(step / "state.json", {"update": 0, "targets": 0})
     partial.replace(run)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("way", choices=("to-hf", "from-hf"))
     parser.add_argument("source", type=Path, help="a run or step folder; a Llama folder or repo")
     parser.add_argument("target", type=Path, help="a folder, new or empty")
     args = parser.parse_args(argv)
     try:
-        (to_hf if args.way == "to-hf" else from_hf)(args.source, args.target)
+        (to_hf if args.way == "to-hf" else from_hf)(args.source, args.target.resolve())
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 

@@ -1,6 +1,7 @@
-"""Where a script runs: its device, the dtype of its matrix products, its rank among processes."""
+"""Where a script runs: its device, the dtype of its products, its rank, and signals to stop."""
 
 import os
+import signal
 import time
 
 import torch
@@ -20,7 +21,8 @@ def pick_device(name="auto"):
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()  # "meta" exists but computes nothing
+    except (RuntimeError, AssertionError, ImportError):
         raise ValueError(
             f"there is no device {name}; choose another, or no more processes than GPUs"
         ) from None
@@ -76,3 +78,16 @@ def measure_peak(device, dtype, rows, inner, columns):
         (a @ b)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 2 * rows * inner * columns / min(seconds)
+
+
+def catch_stop():
+    """A list that a first SIGTERM or Ctrl-C makes true; a second one ends the process."""
+    asked = []
+
+    def on_signal(number, frame):
+        asked.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return asked

@@ -35,6 +35,15 @@ STYLES = ("-", "--", "-.", ":")
 # ---------------- Runs
 
 
+def validation_curve(run):
+    """Targets seen and validation losses of a run folder, as it was trained."""
+    try:
+        points = [m for m in read_metrics(run) if "val_loss" in m]
+        return [int(m["targets"]) for m in points], [float(m["val_loss"]) for m in points]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{run / 'metrics.jsonl'} is damaged ({error}); mend or move it") from None
+
+
 def open_run(text):
     """What a RUN is, without its weights. Raises ValueError if it is no checkpoint."""
     path = Path(text.removeprefix("hf:")).resolve()
@@ -46,18 +55,26 @@ def open_run(text):
         state = shards.read_json(step / "state.json")
     tokenizer = tokenizer_path(step)
     files = [*sorted(step.glob("*.safetensors")), step / "config.json", tokenizer]
+    context = "max_position_embeddings" if hugging_face else "max_seq_len"
+    for key in ("vocab_size", context):
+        if type(config.get(key)) is not int or not 0 < config[key] < 2**31:
+            raise ValueError(f"{step / 'config.json'} has no {key} above 0; use another checkpoint")
+    kinds = [(config.get("data"), str), (state.get("update"), int), (state.get("targets"), int)]
+    if any(value is not None and type(value) is not kind for value, kind in kinds):
+        raise ValueError(f"{step} has a damaged config.json or state.json; use another checkpoint")
     return {
         "name": "/".join(path.parts[-2:] if path.name.startswith("step_") else path.parts[-1:]),
         "checkpoint": str(step),
         "hugging_face": hugging_face,
         "input_layer": config.get("input_layer", "learned"),
-        "vocab_size": config.get("vocab_size"),
-        "max_seq_len": config.get("max_position_embeddings" if hugging_face else "max_seq_len"),
+        "vocab_size": config["vocab_size"],
+        "max_seq_len": config[context],
         "data": config.get("data"),
         "update": state.get("update"),
         "targets": state.get("targets"),
         "tokenizer": str(tokenizer),
         "sha256": {file.name: shards.sha256(file) for file in files},
+        "validation": validation_curve(step.parent),
     }
 
 
@@ -74,7 +91,7 @@ def open_runs(texts):
 def load_run(run, device):
     """The run's Transformer, float32, in eval mode."""
     if run["hugging_face"]:
-        return load_hf(run["checkpoint"]).to(device)
+        return load_hf(Path(run["checkpoint"])).to(device)
     return load_checkpoint(run["checkpoint"], device)
 
 
@@ -104,10 +121,7 @@ def deciles(train_counts, target_counts):
 
 
 def open_held_out(runs, folder):
-    """The runs' validation split, its windows, the decile of each id, and facts for the report.
-
-    Raises ValueError where the runs are not on the same data, or it has another tokenizer.
-    """
+    """The runs' validation split, its windows, the decile of each id, and facts for the report."""
     folders = {run["data"] for run in runs} if folder is None else {folder}
     if len(folders) != 1 or None in folders:
         names = " and ".join(sorted(map(str, folders - {None}))) or "data unknown here"
@@ -146,7 +160,8 @@ def held_out_loss(model, val, windows, decile, facts, batch_tokens):
     from tqdm import tqdm
 
     rank, world = rank_and_world()
-    progress = tqdm(total=facts["targets"] // world, desc="held-out targets", disable=rank > 0 or None)
+    quiet = rank > 0 or None  # None: where there is no terminal
+    progress = tqdm(total=facts["targets"] // world, desc="held-out targets", disable=quiet)
 
     def decile_sums(ids, targets):
         progress.update(targets.numel())
@@ -172,7 +187,7 @@ def held_out_loss(model, val, windows, decile, facts, batch_tokens):
 
 def number(value, places=0):
     """A figure with thousands marked; nothing for None."""
-    return "" if value is None else f"{value:,.{places}f}"
+    return "" if value is None else f"{value:,}" if places == 0 else f"{value:,.{places}f}"
 
 
 def table(header, rows):
@@ -260,13 +275,6 @@ def report(results):
     return "\n\n".join(parts) + "\n"
 
 
-def validation_curve(run):
-    """Targets seen and validation losses of a run, as it was trained."""
-    metrics = read_metrics(Path(run["checkpoint"]).parent)
-    points = [entry for entry in metrics if "val_loss" in entry]
-    return [point["targets"] for point in points], [point["val_loss"] for point in points]
-
-
 def draw(results, path):
     """comparison.png: validation loss while training, loss by token frequency, and benchmarks."""
     from matplotlib.figure import Figure
@@ -295,7 +303,7 @@ def draw(results, path):
         right.plot([d + 1 for d in used], unigram, color="grey", linewidth=0.8, label="unigram")
         for run, look in zip(runs, looks, strict=True):
             if run["held_out"]:
-                left.plot(*validation_curve(run), **look)
+                left.plot(*run["validation"], **look)
                 losses = [run["held_out"]["deciles"][d] for d in used]
                 right.plot([d + 1 for d in used], losses, **look)
     if results["harness"]:
@@ -323,7 +331,9 @@ def evaluate(args):
     dtype_name = str(dtype).removeprefix("torch.")
     rank, world = join_ranks(device)
     out = Path(args.out)
-    names = list(harness.PAPER) if args.tasks == ["paper"] else args.tasks
+    names = list(harness.PAPER) if args.tasks == ["paper"] else list(dict.fromkeys(args.tasks))
+    if args.batch_tokens < 1:
+        raise ValueError(f"--batch_tokens {args.batch_tokens} is below 1; raise it")
     if args.limit is not None and args.limit < world:
         raise ValueError(f"--limit {args.limit} leaves a rank of {world} without work; raise it")
     if args.benchmarks:  # before the first import of huggingface_hub, which looks here
@@ -339,11 +349,16 @@ def evaluate(args):
         if rank == 0:
             print(f"No held-out loss: {error}\n")
     loaded = harness.load_tasks(names, args.benchmarks) if names else {}
+    sets = harness.fingerprint(args.benchmarks) if args.benchmarks else None
+    if rank == 0:  # what cannot be written fails before anything is scored
+        out.mkdir(parents=True, exist_ok=True)
+        if args.samples:
+            open(args.samples, "a").close()
     samples = []  # (name of a run, file of a task's requests)
     for run in runs:
         model = load_run(run, device)
         run.update(parameters=model.parameter_counts(), held_out=None, tasks={})
-        key = dict(sha256=run["sha256"], dtype=dtype_name, benchmarks=args.benchmarks)
+        key = dict(sha256=run["sha256"], dtype=dtype_name, benchmarks=sets)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if held_out and run in measured:
                 run["held_out"] = held_out_loss(model, *held_out, args.batch_tokens)
@@ -367,7 +382,6 @@ def evaluate(args):
     results.update(harness=version("lm-eval") if names else None, limit=args.limit)
     results.update(held_out=facts, runs=runs)
     text = report(results)
-    out.mkdir(parents=True, exist_ok=True)
     shards.write_json(out / "results.json", results)
     shards.write_whole(out / "table.md", text.encode())
     draw(results, out / "comparison.png")
@@ -380,9 +394,8 @@ def evaluate(args):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", metavar="DIR", help="data folder in place of the runs' own")
     parser.add_argument("--tasks", default=[], type=lambda text: text.split(","),

@@ -6,11 +6,14 @@ a text without context and no other special token; the harness's own prompts and
     requests as text -> Scorer (lm-eval's LM) -> requests as ids -> score -> nats
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import json
+import shutil
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -284,15 +287,25 @@ def leaf_configs(index, name):
     return [config for member in members for config in leaf_configs(index, member)]
 
 
+def fingerprint(folder):
+    """A hash of the names, sizes and times of all files below a folder."""
+    files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+    facts = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def load_tasks(names, benchmarks):
     """The harness's tasks: name[:shots] -> what its evaluate() takes.
 
     With `benchmarks` the sets come from that folder, each repository at its hub path in it.
     Raises ValueError on a task or set that is not there, before any is loaded.
     """
-    from datasets import disable_progress_bars
+    import datasets
 
-    disable_progress_bars()
+    datasets.disable_progress_bars()
+    if benchmarks:  # with a cache of its own, since `datasets` may keep an older state of a set
+        datasets.config.HF_DATASETS_CACHE = cache = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
     manager, loaded = task_manager(all(n.partition(":")[0] in PAPER for n in names)), {}
     for name in names:
         task, _, shots = name.partition(":")
@@ -321,6 +334,9 @@ def load_tasks(names, benchmarks):
                     f"the set of {name} has no {error}, which lm-eval reads even at 0 shots; "
                     "fetch the whole repository"
                 ) from None
+            except Exception as error:  # `datasets` raises kinds of its own
+                what = str(error).partition("\n")[0][:200]
+                raise ValueError(f"the set of {name}: {what}; fetch it again, whole") from None
             for leaf in loaded[name]["tasks"].values():
                 leaf.set_config("num_fewshot", int(shots or leaf.config.num_fewshot or 0))
     return loaded

@@ -34,7 +34,7 @@ def option(default, line, least=0, most=2**31 - 1):
 class ModelConfig:
     """The model's shape, by default the paper's. Raises ValueError if it cannot be built."""
 
-    vocab_size: int = option(49_152, "V, entries of the vocabulary", least=1)
+    vocab_size: int = option(49_152, "V, entries of the vocabulary", least=1, most=2**20)
     d_model: int = option(2048, "width of the residual stream", least=1)
     n_layers: int = option(24, "blocks", least=1, most=1000)
     n_heads: int = option(32, "query heads of an attention", least=1)
@@ -42,7 +42,7 @@ class ModelConfig:
     d_ff: int = option(8192, "width inside the SwiGLU", least=1)
     max_seq_len: int = option(2048, "T, the context length in tokens", least=1, most=2**20)
     rope_theta: float = option(10_000.0, "base of the rotary wavelengths", least=1)
-    norm_eps: float = option(1e-5, "added to the mean square in every RMSNorm")
+    norm_eps: float = option(1e-5, "added to the mean square in every RMSNorm", least=1e-12)
     input_layer: str = option("learned", "one of " + ", ".join(INPUT_LAYERS))
     code_bits: int = option(16, "bits of a token id that enter its code", least=1, most=63)
     code_seed: int = option(12345, "seed of the matrix of gf2")
@@ -54,7 +54,9 @@ class ModelConfig:
         for f in fields(self):
             value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
             least, most = f.metadata["range"]
-            if type(value) not in kinds and (f.type, type(value)) != (float, int):
+            if kinds[0] is float and type(value) is int and abs(value) <= most:
+                setattr(self, f.name, value := float(value))
+            if type(value) not in kinds:
                 raise ValueError(f"{f.name} is {value!r}; it must be of type {kinds[0].__name__}")
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"{f.name} is {value}; it must be from {least} to {most}")
@@ -69,9 +71,8 @@ class ModelConfig:
 class InputLayer(nn.Module):
     """Token id -> its row in a (V, K) table, repeated to fill d_model: what the paper varies.
 
-    learned: a parameter with K = d_model. Any other name: a fixed table of K bits from codes.py,
-    which no checkpoint stores, since the config alone makes it again.
-    """
+    learned: a parameter with K = d_model. Any other name: a fixed table of K bits from codes.py.
+    The config alone makes it again, so that no checkpoint stores it."""
 
     def __init__(self, config):
         super().__init__()
@@ -134,8 +135,7 @@ class Attention(nn.Module):
         mask = None
         if past:  # is_causal counts from the first key, not from the first new one
             mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
-        shared = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not past, enable_gqa=shared)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not past, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, d_model))
 
 

@@ -13,16 +13,18 @@ is bpe:<size>, trained on the source, a tokenizer.json, smollm2, or another name
 """
 
 import argparse
+import fcntl
 import gzip
 import json
 import lzma
 import os
 import platform
-import shutil
+import re
 import sysconfig
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -30,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 import shards
-from tokenizer import fetch_tokenizer, load_tokenizer, make_encoder, train_bpe, vocabulary
+from tokenizer import make_encoder, make_tokenizer, vocabulary
 
 PACKAGES = {"site-packages", "dist-packages"}  # installed beside the standard library
 BPE_BYTES = 64_000_000  # the most text that a BPE is trained on
@@ -55,7 +57,7 @@ def rows_of(path):
 def local_documents(files):
     """The documents of files, passing over those of unknown kinds."""
     for file in files:
-        if file.name.endswith((".txt", ".md", ".py")):
+        if file.name.lower().endswith((".txt", ".md", ".py")):
             yield file.read_bytes()
         elif file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")):
             try:
@@ -66,11 +68,8 @@ def local_documents(files):
 
 
 def hub_documents(name):
-    """The texts of hf:<repo>[/<config>][@revision], streamed.
-
-    A failure is tried again from the document where it came; but not before the first document,
-    where the name is wrong or there is no network.
-    """
+    """The texts of hf:<repo>[/<config>][@revision], streamed. A failure is tried again from the
+    document where it came; but not before the first, where the name is wrong or no network."""
     from datasets import load_dataset
 
     path, _, revision = name.removeprefix("hf:").partition("@")
@@ -99,8 +98,8 @@ def documents_of(name):
     if name == "stdlib":
         folder = Path(sysconfig.get_path("stdlib"))
         files = [file for file in folder.rglob("*.py") if PACKAGES.isdisjoint(file.parts)]
-    elif Path(name).exists():
-        files = Path(name).rglob("*") if Path(name).is_dir() else [Path(name)]
+    elif name and Path(name).exists():
+        files = [file for file in Path(name).rglob("*") if file.is_file()] or [Path(name)]
     else:
         raise ValueError(f"the source {name} does not exist; give stdlib, hf:<repo> or a path")
     return local_documents(sorted(files))
@@ -157,9 +156,7 @@ def append(folder, split, entry, buffer, ids):
 
 def write_splits(folder, sources, encode, max_tokens, pool):
     """Encode the sources into the shards of `folder`; returns the sources and splits of meta.json.
-
-    The next document is always from the source that is furthest behind its share of the tokens.
-    """
+    The next document is always from the source that is furthest behind its share of the tokens."""
     counts = dict(documents=0, tokens=0, bytes=0)
     splits = {split: dict(counts, shards=[]) for split in shards.SPLITS}
     buffers = {split: np.empty(shards.SHARD_TOKENS, shards.ID_DTYPE) for split in splits}
@@ -194,39 +191,34 @@ def write_splits(folder, sources, encode, max_tokens, pool):
         if len(rest):
             entry["shards"].append(shards.write_shard(folder, split, len(entry["shards"]), rest))
         if not entry["tokens"]:
-            raise ValueError(f"none of {total:,} tokens are {split}; give more text")
+            what = f"of {sum(e['documents'] for e in entries)} documents none is for {split}"
+            raise ValueError(f"{what}; give more (a file is one) or another --val_share")
     return entries, splits
 
 
-def prepare(sources, name, out, max_tokens, val_share, workers):
-    """Make the data folder `out` of sources, pairs of a name and a share of the tokens.
-
-    All is written to a folder beside it, which takes its name at the very end.
-    """
-    arguments = dict(sources=sources, tokenizer=name, max_tokens=max_tokens, val_share=val_share)
-    if out.exists():
-        if (out / "meta.json").is_file():
-            if shards.read_meta(out).get("arguments") == arguments:
-                print(f"{out} is there, made with these arguments; remove it to make it again")
-                return
-        raise ValueError(f"{out} exists, made otherwise; remove it or choose another --out")
-    if not 0 < val_share < 1:
-        raise ValueError(f"--val_share {val_share} is not between 0 and 1; give 0.01")
-    if workers < 1 or not (max_tokens is None or max_tokens > 0):
-        raise ValueError("--max_tokens or --workers is not above 0; give at least 1")
-    begun = time.perf_counter()
+@contextmanager
+def work_folder(out):
+    """A folder beside `out`, emptied of what a killed run left and locked against another run."""
     folder = out.with_name(out.name + ".partial")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for file in folder.iterdir():
+            if not re.fullmatch(r"tokenizer\.json|(train|val)_\d{5}\.bin(\.partial)?", file.name):
+                raise ValueError(f"{folder} holds {file.name}, which is not ours; move it away")
+            file.unlink()
+        yield folder
+    except BlockingIOError:
+        raise ValueError(f"another prepare.py is at work in {folder}; wait for it") from None
+    finally:
+        os.close(lock)
 
-    if name.startswith("bpe:"):
-        path = folder / "tokenizer.json"
-        path.write_bytes(train_bpe(name, opening_texts(sources, val_share)))
-        tokenizer = load_tokenizer(path)
-    else:
-        path = fetch_tokenizer(name)
-        tokenizer = load_tokenizer(path)
-        shutil.copyfile(path, folder / "tokenizer.json")
+
+def fill(folder, sources, name, max_tokens, val_share, workers):
+    """Write tokenizer.json and the shards; returns what meta.json says of them."""
+    path = folder / "tokenizer.json"
+    tokenizer = make_tokenizer(name, path, opening_texts(sources, val_share))
     vocab_size, separator = vocabulary(tokenizer)
     encode, fast = make_encoder(tokenizer)
     way = "tiktoken" if fast else "tokenizers, which is slower: tiktoken would give other ids"
@@ -240,23 +232,33 @@ def prepare(sources, name, out, max_tokens, val_share, workers):
     with ThreadPoolExecutor(workers) as pool:
         entries, splits = write_splits(folder, sources, encode_document, max_tokens, pool)
         pool.shutdown(cancel_futures=True)  # what was read beyond max_tokens
-    meta = dict(vocab_size=vocab_size, separator=separator, tokenizer=name)
-    meta |= dict(tokenizer_sha256=shards.sha256(folder / "tokenizer.json"))
-    meta |= dict(sources=entries, splits=splits, arguments=arguments)
-    shards.write_json(folder / "meta.json", meta)
-    os.rename(folder, out)
-
-    seconds = time.perf_counter() - begun
-    for split, entry in splits.items():
-        print(
-            f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens of "
-            f"{entry['bytes'] / entry['tokens']:.2f} bytes, {len(entry['shards'])} shards"
-        )
-    megabytes = sum(entry["bytes"] for entry in entries) / 1e6
-    print(f"{out}: {megabytes:.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s")
+    return dict(vocab_size=vocab_size, separator=separator, tokenizer=name, sources=entries,
+                tokenizer_sha256=shards.sha256(path), splits=splits)  # fmt: skip
 
 
-# ---------------- Command line
+def prepare(sources, name, out, max_tokens, val_share, workers):
+    """Make the data folder `out` of sources, pairs of a name and a share of the tokens."""
+    arguments = dict(sources=sources, tokenizer=name, max_tokens=max_tokens, val_share=val_share)
+    if (out / "meta.json").is_file() and shards.read_meta(out).get("arguments") == arguments:
+        for split in shards.SPLITS:
+            shards.open_shards(out, split)
+        return print(f"{out} is there, made with these arguments; remove it to make it again")
+    if out.exists():
+        raise ValueError(f"{out} is there, but not made with these arguments; choose another --out")
+    if not 0 < val_share < 1:
+        raise ValueError(f"--val_share {val_share} is not between 0 and 1; give 0.01")
+    if workers < 1 or not (max_tokens is None or max_tokens > 0):
+        raise ValueError("--max_tokens or --workers is not above 0; give at least 1")
+    begun = time.perf_counter()
+    with work_folder(out) as folder:
+        meta = fill(folder, sources, name, max_tokens, val_share, workers)
+        shards.write_json(folder / "meta.json", meta | dict(arguments=arguments))
+        os.rename(folder, out)
+    seconds, size = time.perf_counter() - begun, sum(e["bytes"] for e in meta["sources"]) / 1e6
+    for split, entry in meta["splits"].items():
+        print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens of "
+              f"{entry['bytes'] / entry['tokens']:.2f} bytes")  # fmt: skip
+    print(f"{out}: {size:.1f} MB in {seconds:.1f} s, {size / seconds:.1f} MB/s")
 
 
 def parse_source(text):
@@ -270,7 +272,6 @@ def parse_source(text):
 
 
 def main(argv=None):
-    """The command line."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--source", action="append", help="default stdlib; again for a mixture")

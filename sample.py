@@ -24,14 +24,16 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
     Bytes at the very end that make no whole character are left out. Raises ValueError.
     """
     separator = tokenizer.token_to_id(SEPARATOR)
+    prompt.encode()  # a prompt that is no text ends here, with a ValueError
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [separator]
     if max_new_tokens < 1 or len(ids) + max_new_tokens > model.config.max_seq_len:
         raise ValueError(
             f"{len(ids)} tokens of prompt and {max_new_tokens} new ones do not fit in max_seq_len "
             f"{model.config.max_seq_len}; choose another --max_new_tokens, at least 1"
         )
-    if not 0 <= temperature < float("inf") or top_k < 1:
-        raise ValueError(f"temperature {temperature} and top_k {top_k}; give from 0 and from 1 up")
+    if not (temperature == 0 or 0.01 <= temperature <= 100) or top_k < 1:
+        what = f"temperature {temperature} and top_k {top_k}"
+        raise ValueError(f"{what}; give 0 or 0.01 to 100, and from 1 up")
     yield prompt
     generator = torch.Generator().manual_seed(seed)
     decoder = DecodeStream(ids=ids)  # holds back the bytes of an unfinished character

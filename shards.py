@@ -86,7 +86,7 @@ def read_meta(folder):
     """meta.json of a data folder."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise ValueError(f"{path} is missing; run `python prepare.py --out {folder}` first")
+        raise ValueError(f"{path} is missing; make {folder} with prepare.py first, see the README")
     meta = read_json(path)
     if not matches(meta, META) or not 0 <= meta["separator"] < meta["vocab_size"] <= 65536:
         raise ValueError(f"{path} is not as prepare.py writes it; prepare the data again")

@@ -5,6 +5,7 @@ the special token SEPARATOR, which ends every document. In a text it is ordinary
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,17 @@ def load_tokenizer(path, most=65536):
         raise ValueError(f"{path} has {size} ids; use a tokenizer of at most {most}")
     if separator is None or separator in tokenizer.encode(SEPARATOR, add_special_tokens=False).ids:
         raise ValueError(f"{path} has no special token {SEPARATOR}; use a tokenizer that has")
+    return tokenizer
+
+
+def make_tokenizer(name, path, texts):
+    """The tokenizer `name`, a bpe:<size> trained on texts or one found, also written to `path`."""
+    if name.startswith("bpe:"):
+        path.write_bytes(train_bpe(name, texts))
+        return load_tokenizer(path)
+    found = fetch_tokenizer(name)
+    tokenizer = load_tokenizer(found)
+    shutil.copyfile(found, path)
     return tokenizer
 
 

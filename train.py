@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import shards
-from device import join_ranks, leave_ranks, measure_peak, pick_device, pick_dtype
+from device import catch_stop, join_ranks, leave_ranks, measure_peak, pick_device, pick_dtype
 from model import LOGITS_AT_ONCE, ModelConfig, Transformer, load_checkpoint, option, step_folders
 
 # ---------------- Config: the defaults, then each file, then each --key=value
@@ -74,9 +73,10 @@ def read_config_file(path):
         raise ValueError(f"there is no config file {path}; options are written --key=value")
     values = {}
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), {}, values)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a config: {error}") from None
+        exec(compile(Path(path).read_bytes(), path, "exec"), values)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} cannot be read as a config ({error!r}); mend it") from None
+    values = {name: values[name] for name in values if not name.startswith("_")}
     if unknown := [name for name in values if name not in FIELDS]:
         raise ValueError(f"{path}: {unknown[0]} is no config key; `python train.py --help` has all")
     return values
@@ -139,9 +139,7 @@ def make_optimizer(model, config):
 
 def accumulate_gradients(model, data, config, update, rank, world, autocast):
     """Forward and backward through this rank's share of an update; returns its mean loss.
-
-    Each gradient is then that of the mean loss over all ranks. `data` is the train split.
-    """
+    Each gradient is then that of the mean loss over all ranks. `data` is the train split."""
     length, size, steps = config.max_seq_len, config.micro_batch, micro_steps(config, world)
     device, per_update = next(model.parameters()).device, config.targets_per_update // length
     count = shards.window_count(data, length)
@@ -175,6 +173,7 @@ def save_checkpoint(model, optimizer, config, update, facts):
         save_file(model.state_dict(), unfinished / "model.safetensors")
         torch.save(optimizer.state_dict(), unfinished / "training_state.pt")
     except (SafetensorError, RuntimeError) as error:
+        shutil.rmtree(unfinished)
         raise ValueError(f"{step} cannot be written ({error}); make room, then --resume") from None
     shards.write_json(unfinished / "config.json", asdict(config))
     sums = {name: shards.sha256(unfinished / name) for name in SAVED}
@@ -183,7 +182,6 @@ def save_checkpoint(model, optimizer, config, update, facts):
     for path in unfinished.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    shutil.rmtree(step, ignore_errors=True)  # can only be one that lacks its weights
     os.replace(unfinished, step)
     if config.keep_checkpoints > 0:
         for old in step_folders(config.out_dir)[: -config.keep_checkpoints]:
@@ -194,21 +192,26 @@ def step_to_resume(config, tokenizer, resume):
     """The newest whole step folder of the run, or None to begin one; refuses a run to overwrite."""
     out, now = Path(config.out_dir), asdict(config)
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "config.json").exists():
+    if not (out / "config.json").exists() and not step_folders(out):
         shutil.copyfile(Path(config.data) / "tokenizer.json", out / "tokenizer.json")
         shards.write_json(out / "config.json", now)
     elif not resume:
         raise ValueError(f"{out} holds a run; go on with --resume or choose another --out_dir")
-    then = shards.read_json(out / "config.json")
-    changed = [name for name in now if name not in FREE and then.get(name) != now[name]]
-    if changed or shards.sha256(out / "tokenizer.json") != tokenizer:
-        what = ", ".join(changed) or f"the tokenizer of {config.data}"
-        raise ValueError(f"{out} was begun with another {what}; change it back")
-    for step in reversed(step_folders(out)):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+
+    def changed(folder):
+        then = shards.read_json(folder / "config.json")
+        return [name for name in now if name not in FREE and then.get(name) != now[name]]
+
+    if names := changed(out):
+        raise ValueError(f"{out} was begun with another {', '.join(names)}; change it back")
+    if shards.sha256(out / "tokenizer.json") != tokenizer:
+        raise ValueError(f"{out} and {config.data} have different tokenizers; use the run's data")
+    for step in sorted(out.glob("step_" + "[0-9]" * 8), reverse=True):
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             state = shards.read_json(step / "state.json")
             sums = {name: shards.sha256(step / name) for name in SAVED}
-            if (state["sha256"], f"step_{state['update']:08d}") == (sums, step.name):
+            same = state == {**state, "update": int(step.name[5:]), "sha256": sums}
+            if same and {"backbone_hash", "data_sha256"} <= state.keys() and not changed(step):
                 return step
         print(f"passing over {step}: its files are not as they were saved; set aside as .damaged")
         step.rename(f"{step}.damaged-{time.time_ns()}")
@@ -219,10 +222,12 @@ def step_to_resume(config, tokenizer, resume):
 
 
 def read_metrics(run):
-    """The lines of a run's metrics.jsonl, less a last one that a kill has torn."""
-    path = Path(run) / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The lines of a run's metrics.jsonl; one that a kill or a disk has torn is left out."""
+    path, metrics = Path(run) / "metrics.jsonl", []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with suppress(ValueError):
+            metrics.append(json.loads(line))
+    return [m for m in metrics if isinstance(m, dict) and type(m.get("update")) is int]
 
 
 def draw_losses(run):
@@ -231,9 +236,9 @@ def draw_losses(run):
 
     axes = Figure(figsize=(6, 4), layout="constrained").subplots()
     for key, label in (("loss", "training"), ("val_loss", "validation")):
-        points = [(entry["targets"], entry[key]) for entry in read_metrics(run) if key in entry]
+        points = [(m["targets"], m[key]) for m in read_metrics(run) if key in m and "targets" in m]
         axes.plot(*zip(*points, strict=True), label=label)
-    axes.set(xlabel="targets", ylabel="nats per token", title=Path(run).name)
+    axes.set(xlabel="targets", ylabel="nats per token")
     axes.legend()
     axes.figure.savefig(Path(run) / "loss.png", dpi=120)
 
@@ -277,7 +282,6 @@ def train(config, resume=False, asked=()):
     rank, world = join_ranks(device)
     steps = micro_steps(config, world)
     say = tqdm.write if rank == 0 else lambda text: None
-
     # Data
     data, val = (shards.open_shards(config.data, split) for split in shards.SPLITS)
     if (ids := data.meta["vocab_size"]) > config.vocab_size:
@@ -286,6 +290,8 @@ def train(config, resume=False, asked=()):
     val_windows = shards.validation_windows(val, length, config.eval_windows)
 
     # Model, new or from the checkpoint that rank 0 has chosen
+    with torch.device("meta"):
+        make_optimizer(Transformer(config), config)  # refuses before the run folder is made
     tokenizer, made = data.meta["tokenizer_sha256"], shards.sha256(data.folder / "meta.json")
     step = [step_to_resume(config, tokenizer, resume) if rank == 0 else None]
     if world > 1:
@@ -353,7 +359,6 @@ def train(config, resume=False, asked=()):
         if last:
             say(f"{out} is finished after {update:,} updates")
             break
-
         begun, lr, done = time.perf_counter(), learning_rate(config, update), update + 1
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -366,12 +371,11 @@ def train(config, resume=False, asked=()):
         loss, norm, stop = news.tolist()
         if not math.isfinite(loss + norm):
             what = f"update {done} has loss {loss} and gradient norm {norm} and was not made"
-            raise ValueError(f"{what}; the last checkpoint in {out} stands, try a lower lr")
+            raise ValueError(f"{what}; what {out} holds still stands, try a lower lr")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         bar.update()
         busy += time.perf_counter() - begun
-
         if rank == 0 and (done % config.log_interval == 0 or done == config.max_updates):
             speed = config.targets_per_update * (done - since) / busy
             mfu = speed * raw_model.flops_per_target() / peak
@@ -380,8 +384,7 @@ def train(config, resume=False, asked=()):
                 f"norm {norm:.3f}  {speed:,.0f} targets/s  mfu {mfu:.1%}  left {left}")  # fmt: skip
             record(done, loss=loss, lr=lr, grad_norm=norm, targets_per_s=speed, mfu=mfu)
             busy, since = 0.0, done
-        due = stop or done % config.save_interval == 0 or done == config.max_updates
-        if rank == 0 and due:
+        if rank == 0 and (stop or done % config.save_interval == 0 or done == config.max_updates):
             save_checkpoint(raw_model, optimizer, config, done, facts)
         if stop:
             say(f"stopped after update {done:,} as asked; --resume goes on from there")
@@ -406,10 +409,7 @@ def main(argv=None):
         if dry_run:
             print(plan(config, int(os.environ.get("WORLD_SIZE", 1))))
         else:
-            asked = []  # by SIGTERM or Ctrl-C, to stop
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda number, frame: asked.append(number))
-            train(config, resume, asked)
+            train(config, resume, catch_stop())
     except (ValueError, OSError) as error:
         parser.exit(2, f"train.py: {error}\n")
     finally:

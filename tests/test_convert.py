@@ -197,7 +197,6 @@ def test_a_run_from_a_llama_is_laid_out_as_any_other(tmp_path):
     step = tmp_path / "run" / "step_00000000"
     state = json.loads((step / "state.json").read_text())
     assert state["update"] == state["targets"] == 0
-    assert state["sha256"]["model.safetensors"] == convert.sha256(step / "model.safetensors")
     assert (step / "config.json").read_text() == (tmp_path / "run" / "config.json").read_text()
     tokenizer = (tmp_path / "run" / "tokenizer.json").read_bytes()
     assert tokenizer == (tmp_path / "llama" / "tokenizer.json").read_bytes()

@@ -252,8 +252,7 @@ def test_validation_curve_is_that_of_the_run_less_a_torn_line(tmp_path):
              dict(update=2, targets=20, val_loss=2.5)]
     torn = '{"update": 3, "tar'
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), torn]))
-    run = dict(checkpoint=str(tmp_path / "step_00000002"))
-    assert evaluate.validation_curve(run) == ([10, 20], [4.0, 2.5])
+    assert evaluate.validation_curve(tmp_path) == ([10, 20], [4.0, 2.5])
 
 
 def test_step_folder_and_equal_names(world, tmp_path):

@@ -171,6 +171,20 @@ def test_killed_half_way_it_leaves_nothing_that_looks_whole(tmp_path, tokenizer_
     assert not (out / "train_00007.bin").exists() and not (tmp_path / "out.partial").exists()
 
 
+def test_what_is_not_ours_is_left_alone_and_no_two_write_at_once(tmp_path, tokenizer_path, capsys):
+    source, folder = write_documents(tmp_path / "a.jsonl", words(300)), tmp_path / "out.partial"
+    arguments = ["--source", source, "--tokenizer", tokenizer_path, "--out", tmp_path / "out"]
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("precious")
+    assert "thesis.txt, which is not ours" in refusal(capsys, *arguments)
+    assert (folder / "thesis.txt").read_text() == "precious"
+    (folder / "thesis.txt").unlink()
+    with prepare.work_folder(tmp_path / "out"):
+        assert "another prepare.py is at work" in refusal(capsys, *arguments)
+    run(*arguments)
+    verify(tmp_path / "out")
+
+
 # -----------------------------------------------------------------------------
 # Sources
 
@@ -376,8 +390,8 @@ def refusal(capsys, *arguments):
         (["--max_tokens", "0"], "--max_tokens"),
         (["--max_tokens", "-5"], "--max_tokens"),
         (["--workers", "0"], "--workers"),
-        (["--val_share", "0.000001"], "none of"),
-        (["--val_share", "0.999999"], "none of"),
+        (["--val_share", "0.000001"], "none is for"),
+        (["--val_share", "0.999999"], "none is for"),
         (["--verify", "nowhere"], "nowhere"),
     ],
 )
@@ -412,7 +426,7 @@ def test_refused_files(tmp_path, tokenizer_path, capsys, name, data):
     source.write_bytes(data)
     out = tmp_path / "out"
     arguments = ["--source", source, "--tokenizer", tokenizer_path, "--out", out]
-    assert (name if name != "a.bin" else "none of") in refusal(capsys, *arguments)
+    assert (name if name != "a.bin" else "none is for") in refusal(capsys, *arguments)
     assert not out.exists()
 
 

@@ -97,10 +97,7 @@ def signals():
 
 def run(config, resume=False):
     """Train in this process, with signals as main handles them."""
-    asked = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    train.train(config, resume, asked)
+    train.train(config, resume, device_module.catch_stop())
 
 
 def as_options(config):
@@ -249,7 +246,7 @@ def test_out_dir_is_named_after_the_files(files):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("lr", "1", 1),
+        ("lr", "1", 1.0),
         ("lr", "1e-3", 1e-3),
         ("max_updates", "1_000", 1000),
         ("keep_checkpoints", "-1", -1),
@@ -699,8 +696,11 @@ def test_stop_in_a_save_or_a_validation(
     config = dataclasses.replace(undisturbed, out_dir=str(tmp_path / "run"))
     original = getattr(place, name)
 
+    sent = []
+
     def interrupted(*given):
-        signal.raise_signal(signal.SIGINT)
+        if not sent:
+            sent.append(signal.raise_signal(signal.SIGINT))
         return original(*given)
 
     with monkeypatch.context() as patch:
