@@ -321,3 +321,23 @@ def test_a_repository_out_of_reach_is_refused(tmp_path):
     offline = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert refused("from-hf", "someone/llama", tmp_path / "run", **offline)
     assert "a/b/c" in refused("from-hf", "a/b/c", tmp_path / "run", **offline)
+
+
+def test_a_folder_of_the_users_beside_the_target_is_left_alone(tmp_path):
+    write_run(tmp_path / "run")
+    write_tokenizer(tmp_path / "run" / "tokenizer.json")
+    (tmp_path / "hf.partial").mkdir()
+    (tmp_path / "hf.partial" / "thesis.txt").write_text("precious")
+    convert.to_hf(tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf.partial" / "thesis.txt").read_text() == "precious"
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_a_model_without_its_tokenizer_is_no_run(tmp_path):
+    write_run(tmp_path / "run")
+    write_tokenizer(tmp_path / "run" / "tokenizer.json")
+    convert.to_hf(tmp_path / "run", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer"):
+        convert.from_hf(tmp_path / "hf", tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("back")] == []

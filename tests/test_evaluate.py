@@ -247,6 +247,22 @@ def test_deciles_are_cut_by_training_frequency():
     assert heavy.tolist() == [2, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("config.json", "vocab_size", None), ("config.json", "max_seq_len", 0),
+     ("config.json", "data", [1]), ("state.json", "update", [1])],
+)
+def test_damaged_facts_of_a_run_are_refused(name, key, value, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    facts = {"config.json": dict(vocab_size=8, max_seq_len=8, data="x"), "state.json": {}}
+    facts[name][key] = value
+    for file, values in facts.items():
+        (tmp_path / file).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="use another checkpoint"):
+        evaluate.open_run(str(tmp_path))
+
+
 def test_validation_curve_is_that_of_the_run_less_a_torn_line(tmp_path):
     lines = [dict(update=1, targets=10, val_loss=4.0), dict(update=2, targets=20, loss=1.0),
              dict(update=2, targets=20, val_loss=2.5)]

@@ -916,6 +916,46 @@ def test_run_folder_may_be_moved(stopped, undisturbed, tmp_path):
     assert_like_undisturbed(config, undisturbed)
 
 
+def test_a_step_of_another_run_is_set_aside(stopped, undisturbed, tmp_path, capsys):
+    other = dataclasses.replace(stopped, lr=0.5, max_updates=7, out_dir=str(tmp_path / "other"))
+    run(other)
+    newest(other.out_dir).rename(Path(stopped.out_dir) / "step_00000007")
+    run(stopped, resume=True)
+    assert "passing over" in capsys.readouterr().out
+    assert_like_undisturbed(stopped, undisturbed)
+
+
+def test_a_run_without_its_config_is_not_overwritten(stopped, capsys):
+    (Path(stopped.out_dir) / "config.json").unlink()
+    before = steps_of(stopped.out_dir)
+    assert "holds a run" in refused(capsys, *as_options(dataclasses.replace(stopped, lr=0.5)))
+    assert steps_of(stopped.out_dir) == before
+
+
+def test_a_step_without_its_weights_is_named(stopped, undisturbed, capsys):
+    (newest(stopped.out_dir) / "model.safetensors").unlink()
+    run(stopped, resume=True)
+    assert "step_00000006: its files are not as they were saved" in capsys.readouterr().out
+    assert_like_undisturbed(stopped, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(beta1=1.0), dict(input_layer="gf2", code_matrix="12"), dict(code_offset=1)]
+)
+def test_what_cannot_be_built_leaves_no_run_folder(changes, data, tmp_path, capsys):
+    changes = dict(input_layer="binary16") | changes | dict(data=data)
+    config = Config(**TINY | changes | dict(out_dir=str(tmp_path / "run")))
+    refused(capsys, *as_options(config))
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_that_are_damaged_do_not_end_a_run(stopped, undisturbed):
+    with open(Path(stopped.out_dir) / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\x00\n[1]\n{"update": "3"}\n\n{"loss": 3}\n')
+    run(stopped, resume=True)
+    assert_like_undisturbed(stopped, undisturbed)
+
+
 def test_other_data_is_refused(stopped, tmp_path, capsys):
     other = make_data(tmp_path / "other", 12)
     assert "is other data than" in refused(
