@@ -288,17 +288,15 @@ class Transformer(nn.Module):
 
 def step_folders(run):
     """The step folders of a run folder, oldest first."""
-    steps = Path(run).glob("step_" + "[0-9]" * 8)
-    return sorted(step for step in steps if (step / "model.safetensors").is_file())
+    return sorted(Path(run).glob("step_" + "[0-9]" * 8))
 
 
 def find_checkpoint(path):
     """The step folder that `path` means: itself, or the newest in a run folder."""
-    if (Path(path) / "model.safetensors").is_file():
-        return Path(path)
-    if not step_folders(path):
-        raise ValueError(f"{path} holds no checkpoint; give a run folder or a step folder in one")
-    return step_folders(path)[-1]
+    for step in [Path(path), *reversed(step_folders(path))]:
+        if (step / "model.safetensors").is_file():
+            return step
+    raise ValueError(f"{path} holds no checkpoint; give a run folder or a step folder in one")
 
 
 def load_checkpoint(path, device="cpu"):

@@ -206,7 +206,7 @@ def step_to_resume(config, tokenizer, resume):
         raise ValueError(f"{out} was begun with another {', '.join(names)}; change it back")
     if shards.sha256(out / "tokenizer.json") != tokenizer:
         raise ValueError(f"{out} and {config.data} have different tokenizers; use the run's data")
-    for step in sorted(out.glob("step_" + "[0-9]" * 8), reverse=True):
+    for step in reversed(step_folders(out)):
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             state = shards.read_json(step / "state.json")
             sums = {name: shards.sha256(step / name) for name in SAVED}
