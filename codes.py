@@ -87,7 +87,7 @@ def matrix_from_hex(text, bits=16):
     """The inverse of matrix_to_hex, uint8 (bits, bits); a singular matrix is refused."""
     hexadecimal = set(text.lower()) <= set("0123456789abcdef \t\n")
     rows = [int(word, 16) for word in text.split()] if hexadecimal else []
-    if len(rows) != bits or max(rows) >= 2**bits:
+    if not 0 < len(rows) == bits or max(rows) >= 2**bits:
         raise ValueError(f"matrix {text!r} is not {bits} hex words of {bits} bits; give one a row")
     matrix = binary_codes(rows, bits)
     gf2_inverse(matrix)  # refuses a singular one

@@ -13,9 +13,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from device import refusals
 from model import ModelConfig, Transformer, find_checkpoint, load_checkpoint
 from shards import read_json, write_json
 from tokenizer import SEPARATOR, load_tokenizer, tokenizer_path, vocabulary
@@ -30,6 +31,7 @@ FIELDS = {"vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings",
           "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
 FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
          "quantization_config": None, "partial_rotary_factor": 1.0}
+FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast",
              "bos_token": SEPARATOR, "eos_token": SEPARATOR}
 VIEW = """`model.embed_tokens.weight` holds no parameters: it is a view of the fixed code of every
@@ -104,16 +106,16 @@ def load_hf(folder):
         if not (folder / files[0]).is_file():
             files = read_json(folder / "model.safetensors.index.json")["weight_map"].values()
         # Only names count, so that an index cannot lead out of the folder.
-        opened = [safe_open(folder / Path(file).name, "pt") for file in set(files)]
-        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}
+        opened = [safe_open(folder / Path(file).name, "pt") for file in sorted(set(files))]
+        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}
         due = {sources[name]: list(p.shape) for name, p in model.named_parameters()}
-        have = {name: tensor.get_shape() for name, tensor in tensors.items()}
+        have = {name: s.get_shape() for name, s in slices.items() if s.get_dtype() in FLOATS}
         for name in sorted(have | due):
             if have.get(name) != due.get(name):
-                raise ValueError(f"{name} has shape {have.get(name)}, not {due.get(name)}")
-    except (KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+                raise ValueError(f"{name} as floats has {have.get(name)}, not {due.get(name)}")
+    except Exception as error:  # what a stranger's file may raise has no end
         raise ValueError(f"{folder} is no Llama that fits here ({error}); use another") from None
-    state = {name: tensors[sources[name]][:].to(torch.float32, copy=True) for name in sources}
+    state = {name: slices[sources[name]][:].to(torch.float32, copy=True) for name in sources}
     model.load_state_dict(state, assign=True)
     return model.eval()
 
@@ -140,10 +142,8 @@ def main(argv=None):
     parser.add_argument("source", type=Path, help="a run or step folder; a Llama folder or repo")
     parser.add_argument("target", type=Path, help="a folder, new or empty")
     args = parser.parse_args(argv)
-    try:
+    with refusals(parser):
         (to_hf if args.way == "to-hf" else from_hf)(args.source, args.target.resolve())
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

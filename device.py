@@ -1,8 +1,10 @@
-"""Where a script runs: its device, the dtype of its products, its rank, and signals to stop."""
+"""Where a script runs: its device and dtype, its ranks, and how it stops, is locked and refuses."""
 
+import fcntl
 import os
 import signal
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -62,10 +64,20 @@ def join_ranks(device):
     return rank_and_world()
 
 
-def leave_ranks():
-    """Undo join_ranks; every script does so on its way out, also after an error."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def from_rank_0(function, *arguments):
+    """Call a function on rank 0 alone: every rank returns what it returned, or refuses alike."""
+    if not dist.is_initialized():
+        return function(*arguments)
+    outcome = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [function(*arguments)]
+        except (ValueError, OSError) as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def measure_peak(device, dtype, rows, inner, columns):
@@ -78,6 +90,40 @@ def measure_peak(device, dtype, rows, inner, columns):
         (a @ b)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 2 * rows * inner * columns / min(seconds)
+
+
+def hold(folder):
+    """Make a folder, if need be, and keep others out of it until the returned file is closed.
+
+    Raises ValueError if another run holds it.
+    """
+
+    def lock():
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is at work in {folder}; wait for it to end") from None
+        except OSError:
+            pass  # some network file systems have no locks
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a")
+    from_rank_0(lock)
+    return file
+
+
+@contextmanager
+def refusals(parser):
+    """What each script runs in: a refusal becomes one sentence on stderr and exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        parser.exit(2, " ".join(f"{parser.prog}: {error}".splitlines()) + "\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted\n")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def catch_stop():

@@ -21,7 +21,7 @@ import torch
 import harness
 import shards
 from convert import fetch_hf, is_hf, load_hf
-from device import join_ranks, leave_ranks, pick_device, pick_dtype, rank_and_world
+from device import from_rank_0, join_ranks, pick_device, pick_dtype, rank_and_world, refusals
 from model import find_checkpoint, load_checkpoint
 from tokenizer import tokenizer_path
 from train import read_metrics
@@ -59,8 +59,8 @@ def open_run(text):
     for key in ("vocab_size", context):
         if type(config.get(key)) is not int or not 0 < config[key] < 2**31:
             raise ValueError(f"{step / 'config.json'} has no {key} above 0; use another checkpoint")
-    kinds = [(config.get("data"), str), (state.get("update"), int), (state.get("targets"), int)]
-    if any(value is not None and type(value) is not kind for value, kind in kinds):
+    kinds, found = dict(data=str, input_layer=str, update=int, targets=int), config | state
+    if any(type(found.get(name)) not in (kind, type(None)) for name, kind in kinds.items()):
         raise ValueError(f"{step} has a damaged config.json or state.json; use another checkpoint")
     return {
         "name": "/".join(path.parts[-2:] if path.name.startswith("step_") else path.parts[-1:]),
@@ -350,10 +350,9 @@ def evaluate(args):
             print(f"No held-out loss: {error}\n")
     loaded = harness.load_tasks(names, args.benchmarks) if names else {}
     sets = harness.fingerprint(args.benchmarks) if args.benchmarks else None
-    if rank == 0:  # what cannot be written fails before anything is scored
-        out.mkdir(parents=True, exist_ok=True)
-        if args.samples:
-            open(args.samples, "a").close()
+    from_rank_0(out.mkdir, 0o777, True, True)  # what cannot be written fails before the work
+    if args.samples:
+        from_rank_0(Path(args.samples).touch)
     samples = []  # (name of a run, file of a task's requests)
     for run in runs:
         model = load_run(run, device)
@@ -408,12 +407,8 @@ def main(argv=None):
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--batch_tokens", type=int, default=8192, help="of a batch")
     args = parser.parse_args(argv)
-    try:
+    with refusals(parser):
         evaluate(args)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    finally:
-        leave_ranks()
 
 
 if __name__ == "__main__":

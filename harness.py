@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -23,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from device import rank_and_world
+from device import from_rank_0, rank_and_world
 from model import LOGITS_AT_ONCE
-from shards import read_json, write_json, write_whole
+from shards import read_json, sha256, write_json, write_whole
 from tokenizer import load_tokenizer, vocabulary
 
 MAX_LENGTH = 2048  # tokens of a request, also where a model could read more
@@ -287,11 +288,16 @@ def leaf_configs(index, name):
     return [config for member in members for config in leaf_configs(index, member)]
 
 
+def digest(value):
+    """The sha256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def fingerprint(folder):
     """A hash of the names, sizes and times of all files below a folder."""
     files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
     facts = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return digest(facts)
 
 
 def load_tasks(names, benchmarks):
@@ -349,6 +355,7 @@ def run_task(scorer, tasks, name, limit):
     """
     from lm_eval.evaluator import evaluate
 
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a bootstrap gains nothing from forking a model
     started = time.time()
     for leaf in tasks["tasks"].values():  # for every run the same examples, as lm-eval draws them
         leaf.set_fewshot_seed(1234)
@@ -389,14 +396,6 @@ def run_task(scorer, tasks, name, limit):
     return record, lines
 
 
-def of_rank_0(value):
-    """The value that rank 0 has, on every rank."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
 def task_record(scorer, name, tasks, limit, key, folder, with_lines):
     """A task's record and the file of its requests, scored now or kept from an earlier time.
 
@@ -404,14 +403,26 @@ def task_record(scorer, name, tasks, limit, key, folder, with_lines):
     harness it decides the figures, so that no record is taken for another's.
     """
     key = {**key, "task": name, "limit": limit, "harness": version("lm-eval")}
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    file = folder / f"{name.replace(':', '-')}-{digest}.json"
+    file = folder / f"{name.replace(':', '-')}-{digest(key)[:16]}.json"
     lines_file = file.with_suffix(".jsonl")
-    if not of_rank_0(file.is_file() and (lines_file.is_file() or not with_lines)):
-        record, lines = run_task(scorer, tasks, name, limit)
-        if record is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(record, lines):
+        folder.mkdir(parents=True, exist_ok=True)
+        if with_lines:
+            write_whole(lines_file, ("\n".join(lines) + "\n").encode())
+        sums = {"record": digest(record), "lines": with_lines and sha256(lines_file)}
+        write_json(file, {"key": key, "sha256": sums, "record": record})
+        return record
+
+    def kept():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole one
+            saved = read_json(file)
+            sums = {"record": digest(saved["record"]), "lines": saved["sha256"]["lines"]}
             if with_lines:
-                write_whole(lines_file, ("\n".join(lines) + "\n").encode())
-            write_json(file, {"key": key, **record})
-    return of_rank_0(read_json(file) if rank_and_world()[0] == 0 else None), lines_file
+                sums["lines"] = sha256(lines_file)
+            return saved["record"] if sums == saved["sha256"] else None
+
+    record = from_rank_0(kept)
+    if record is None:
+        record = from_rank_0(keep, *run_task(scorer, tasks, name, limit))
+    return record, lines_file

@@ -35,11 +35,11 @@ class ModelConfig:
     """The model's shape, by default the paper's. Raises ValueError if it cannot be built."""
 
     vocab_size: int = option(49_152, "V, entries of the vocabulary", least=1, most=2**20)
-    d_model: int = option(2048, "width of the residual stream", least=1)
+    d_model: int = option(2048, "width of the residual stream", least=1, most=2**16)
     n_layers: int = option(24, "blocks", least=1, most=1000)
     n_heads: int = option(32, "query heads of an attention", least=1)
     n_kv_heads: int | None = option(None, "key and value heads; none means n_heads", least=1)
-    d_ff: int = option(8192, "width inside the SwiGLU", least=1)
+    d_ff: int = option(8192, "width inside the SwiGLU", least=1, most=2**18)
     max_seq_len: int = option(2048, "T, the context length in tokens", least=1, most=2**20)
     rope_theta: float = option(10_000.0, "base of the rotary wavelengths", least=1)
     norm_eps: float = option(1e-5, "added to the mean square in every RMSNorm", least=1e-12)
@@ -311,8 +311,10 @@ def load_checkpoint(path, device="cpu"):
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
             if shapes != {name: list(p.shape) for name, p in model.named_parameters()}:
                 raise ValueError("the weights do not have the shapes of config.json")
-            state = {name: file.get_tensor(name).float() for name in shapes}
+            state = {name: file.get_tensor(name) for name in shapes}
+            if not all(w.is_floating_point() and w.abs().max() < torch.inf for w in state.values()):
+                raise ValueError("some weights are no floats, or not finite")
     except (KeyError, ValueError, OSError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{step} is no whole checkpoint ({error}); use another") from None
     model.load_state_dict(state, assign=True)
-    return model.to(device).eval()
+    return model.to(device, torch.float32).eval()

@@ -11,9 +11,7 @@ A source is stdlib, hf:<repo>[/<config>][@revision], or a file or folder of .txt
 document a file), .jsonl, .jsonl.gz, .jsonl.xz and .parquet (one a row, its "text"). A tokenizer
 is bpe:<size>, trained on the source, a tokenizer.json, smollm2, or another name on the hub.
 """
-
 import argparse
-import fcntl
 import gzip
 import json
 import lzma
@@ -32,9 +30,9 @@ import numpy as np
 from tqdm import tqdm
 
 import shards
+from device import hold, refusals
 from tokenizer import make_encoder, make_tokenizer, vocabulary
 
-PACKAGES = {"site-packages", "dist-packages"}  # installed beside the standard library
 BPE_BYTES = 64_000_000  # the most text that a BPE is trained on
 BATCH_BYTES, BATCHES = 500_000, 32  # what a thread encodes at a time, and how many wait
 
@@ -91,18 +89,26 @@ def hub_documents(name):
         time.sleep(waits.pop(0))
 
 
+def files_below(folder):
+    """The files of a folder and of the folders in it, sorted. Nothing is passed over in silence:
+    raises OSError at a folder that cannot be read, ValueError at a link to one, maybe a circle."""
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_dir() and path.is_symlink():
+            raise ValueError(f"{path} is a link to a folder; name that with a --source of its own")
+        yield from files_below(path) if path.is_dir() else [path]
+
+
 def documents_of(name):
     """The documents of a source, an iterator of bytes; files are taken in sorted order."""
     if name.startswith("hf:"):
         return hub_documents(name)
     if name == "stdlib":
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in folder.rglob("*.py") if PACKAGES.isdisjoint(file.parts)]
-    elif name and Path(name).exists():
-        files = [file for file in Path(name).rglob("*") if file.is_file()] or [Path(name)]
-    else:
-        raise ValueError(f"the source {name} does not exist; give stdlib, hf:<repo> or a path")
-    return local_documents(sorted(files))
+        files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+        installed = {"site-packages", "dist-packages"}
+        return local_documents(file for file in files if installed.isdisjoint(file.parts))
+    if name and Path(name).exists():
+        return local_documents(files_below(name) if Path(name).is_dir() else [Path(name)])
+    raise ValueError(f"the source {name} does not exist; give stdlib, hf:<repo> or a path")
 
 
 def held_out(document, val_share):
@@ -166,7 +172,7 @@ def write_splits(folder, sources, encode, max_tokens, pool):
         revision = python if name == "stdlib" else name.partition("@")[2]
         entries.append(dict(source=name, revision=revision, share=share, **counts))
         streams.append(encoded(documents_of(name), encode, pool))
-    live, total, seen, begun = [*range(len(sources))], 0, 0, time.perf_counter()
+    live, total = [*range(len(sources))], 0
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
         while live and (max_tokens is None or total < max_tokens):
             number = min(live, key=lambda i: entries[i]["tokens"] / entries[i]["share"])
@@ -182,9 +188,7 @@ def write_splits(folder, sources, encode, max_tokens, pool):
             for counted in (entry, splits[split]):
                 counted["documents"] += 1
                 counted["bytes"] += size
-            total, seen = total + len(ids), seen + size
-            speed = seen / 1e6 / (time.perf_counter() - begun)
-            bar.set_postfix_str(f"{speed:.1f} MB/s", refresh=False)
+            total += len(ids)
             bar.update(len(ids))
     for split, entry in splits.items():
         rest = buffers[split][: entry["tokens"] % shards.SHARD_TOKENS]
@@ -200,19 +204,12 @@ def write_splits(folder, sources, encode, max_tokens, pool):
 def work_folder(out):
     """A folder beside `out`, emptied of what a killed run left and locked against another run."""
     folder = out.with_name(out.name + ".partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for file in folder.iterdir():
+    with hold(folder):
+        for file in set(folder.iterdir()) - {folder / ".lock"}:
             if not re.fullmatch(r"tokenizer\.json|(train|val)_\d{5}\.bin(\.partial)?", file.name):
                 raise ValueError(f"{folder} holds {file.name}, which is not ours; move it away")
             file.unlink()
         yield folder
-    except BlockingIOError:
-        raise ValueError(f"another prepare.py is at work in {folder}; wait for it") from None
-    finally:
-        os.close(lock)
 
 
 def fill(folder, sources, name, max_tokens, val_share, workers):
@@ -223,9 +220,13 @@ def fill(folder, sources, name, max_tokens, val_share, workers):
     encode, fast = make_encoder(tokenizer)
     way = "tiktoken" if fast else "tokenizers, which is slower: tiktoken would give other ids"
     print(f"tokenizer {name}: {vocab_size:,} ids, encoded by {way}")
+    damaged = []  # sizes of the documents that are not UTF-8, in no order
 
     def encode_document(document):
-        ids = encode(document.decode("utf-8", "replace")).astype(shards.ID_DTYPE)
+        text = document.decode("utf-8", "replace")
+        if "\ufffd" in text and text.encode() != document:
+            damaged.append(len(document))
+        ids = encode(text).astype(shards.ID_DTYPE)
         split = "val" if held_out(document, val_share) else "train"
         return np.append(ids, ids.dtype.type(separator)), len(document), split
 
@@ -233,7 +234,7 @@ def fill(folder, sources, name, max_tokens, val_share, workers):
         entries, splits = write_splits(folder, sources, encode_document, max_tokens, pool)
         pool.shutdown(cancel_futures=True)  # what was read beyond max_tokens
     return dict(vocab_size=vocab_size, separator=separator, tokenizer=name, sources=entries,
-                tokenizer_sha256=shards.sha256(path), splits=splits)  # fmt: skip
+                tokenizer_sha256=shards.sha256(path), splits=splits, not_utf8=len(damaged))
 
 
 def prepare(sources, name, out, max_tokens, val_share, workers):
@@ -254,11 +255,13 @@ def prepare(sources, name, out, max_tokens, val_share, workers):
         meta = fill(folder, sources, name, max_tokens, val_share, workers)
         shards.write_json(folder / "meta.json", meta | dict(arguments=arguments))
         os.rename(folder, out)
+        (out / ".lock").unlink()
     seconds, size = time.perf_counter() - begun, sum(e["bytes"] for e in meta["sources"]) / 1e6
     for split, entry in meta["splits"].items():
         print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens of "
               f"{entry['bytes'] / entry['tokens']:.2f} bytes")  # fmt: skip
-    print(f"{out}: {size:.1f} MB in {seconds:.1f} s, {size / seconds:.1f} MB/s")
+    print(f"{out}: {size:.1f} MB in {seconds:.1f} s, {size / seconds:.1f} MB/s; "
+          f"{meta['not_utf8']:,} documents are not UTF-8 throughout")  # fmt: skip
 
 
 def parse_source(text):
@@ -266,7 +269,7 @@ def parse_source(text):
     name, _, share = text.rpartition("=")
     if not name or Path(text).exists():
         return [text, 1.0]
-    if not share.replace(".", "", 1).isdecimal() or float(share) == 0:
+    if not share.replace(".", "", 1).isdecimal() or not 0 < float(share) < 1e9:
         raise ValueError(f"--source {text} has no share above 0 after its =; write name=0.9")
     return [name, float(share)]
 
@@ -282,18 +285,15 @@ def main(argv=None):
     parser.add_argument("--workers", type=int, default=min(os.cpu_count(), 16), help="threads")
     parser.add_argument("--verify", type=Path, metavar="DIR", help="check a data folder instead")
     args = parser.parse_args(argv)
-    try:
+    with refusals(parser):
         if args.verify:
             for split in shards.SPLITS:
                 shards.open_shards(args.verify, split, verify=True)
-            print(f"{args.verify} is as it was made")
-            return
+            return print(f"{args.verify} is as it was made")
         sources = [parse_source(text) for text in args.source or ["stdlib"]]
         first = Path(sources[0][0].partition("@")[0]).resolve().name.partition(".")[0]
         out = args.out or Path("data") / first
         prepare(sources, args.tokenizer, out, args.max_tokens, args.val_share, args.workers)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 import torch
 from tokenizers.decoders import DecodeStream
 
-from device import pick_device
+from device import pick_device, refusals
 from model import find_checkpoint, load_checkpoint
 from tokenizer import SEPARATOR, load_tokenizer, tokenizer_path
 
@@ -55,7 +55,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=1337, help="default 1337")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps, ...")
     args = parser.parse_args(argv)
-    try:
+    with refusals(parser):
         model = load_checkpoint(args.run, pick_device(args.device))
         path = tokenizer_path(find_checkpoint(args.run))
         tokenizer = load_tokenizer(path, model.config.vocab_size)
@@ -63,8 +63,6 @@ def main(argv=None):
         for piece in stream_text(model, tokenizer, *choice):
             print(piece, end="", flush=True)
         print()
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -69,11 +69,15 @@ def load_tokenizer(path, most=65536):
     has more than `most` ids."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing narrower
+        tokenizer.encode_special_tokens = True  # as the ordinary text that they are in a document
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        for text in PROBE:  # one by one, since a panic in a batch never comes back
+            tokenizer.encode(text, add_special_tokens=False)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # `tokenizers` raises nothing narrower, and panics
         raise ValueError(f"{path} is no tokenizer ({error}); use another") from None
-    tokenizer.encode_special_tokens = True  # as the ordinary text that they are in a document
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     size, separator = vocabulary(tokenizer)
     if size > most:
         raise ValueError(f"{path} has {size} ids; use a tokenizer of at most {most}")

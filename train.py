@@ -27,7 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import shards
-from device import catch_stop, join_ranks, leave_ranks, measure_peak, pick_device, pick_dtype
+from device import (
+    catch_stop,
+    from_rank_0,
+    hold,
+    join_ranks,
+    measure_peak,
+    pick_device,
+    pick_dtype,
+    refusals,
+)
 from model import LOGITS_AT_ONCE, ModelConfig, Transformer, load_checkpoint, option, step_folders
 
 # ---------------- Config: the defaults, then each file, then each --key=value
@@ -85,9 +94,9 @@ def read_config_file(path):
 def parse_option(name, text):
     """The value of --name=text: true, false, none, a number or, where the field is text, text."""
     words = {"true": True, "false": False, "none": None}
-    if text.lower() in words or FIELDS[name].type in (str, str | None):
+    if text.lower() in words or FIELDS[name].type in (str, str | None) or len(text) > 99:
         return words.get(text.lower(), text)
-    with suppress(SyntaxError, ValueError):
+    with suppress(SyntaxError, ValueError, TypeError):
         text = ast.literal_eval(text)
     return text  # where it still is text, Config refuses it by name
 
@@ -100,7 +109,7 @@ def make_config(files, options):
     values |= {name: parse_option(name, text) for name, text in options.items()}
     if values.get("out_dir") is None:
         stems = [Path(path).stem for path in files] or [values.get("input_layer", "learned")]
-        values["out_dir"] = "out/" + "-".join(stems)
+        values["out_dir"] = "out/" + "-".join(map(str, stems))
     return Config(**values)
 
 
@@ -191,7 +200,6 @@ def save_checkpoint(model, optimizer, config, update, facts):
 def step_to_resume(config, tokenizer, resume):
     """The newest whole step folder of the run, or None to begin one; refuses a run to overwrite."""
     out, now = Path(config.out_dir), asdict(config)
-    out.mkdir(parents=True, exist_ok=True)
     if not (out / "config.json").exists() and not step_folders(out):
         shutil.copyfile(Path(config.data) / "tokenizer.json", out / "tokenizer.json")
         shards.write_json(out / "config.json", now)
@@ -210,7 +218,7 @@ def step_to_resume(config, tokenizer, resume):
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             state = shards.read_json(step / "state.json")
             sums = {name: shards.sha256(step / name) for name in SAVED}
-            same = state == {**state, "update": int(step.name[5:]), "sha256": sums}
+            same = repr(state) == repr({**state, "update": int(step.name[5:]), "sha256": sums})
             if same and {"backbone_hash", "data_sha256"} <= state.keys() and not changed(step):
                 return step
         print(f"passing over {step}: its files are not as they were saved; set aside as .damaged")
@@ -225,9 +233,10 @@ def read_metrics(run):
     """The lines of a run's metrics.jsonl; one that a kill or a disk has torn is left out."""
     path, metrics = Path(run) / "metrics.jsonl", []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             metrics.append(json.loads(line))
-    return [m for m in metrics if isinstance(m, dict) and type(m.get("update")) is int]
+    return [m for m in metrics if isinstance(m, dict) and type(m.get("update")) is int
+            and all(type(v) in (int, float) and not abs(v) > 1e30 for v in m.values())]  # fmt: skip
 
 
 def draw_losses(run):
@@ -280,9 +289,8 @@ def train(config, resume=False, asked=()):
     device, out, length = pick_device(config.device), Path(config.out_dir), config.max_seq_len
     dtype, reason = pick_dtype(config.dtype, device)
     rank, world = join_ranks(device)
-    steps = micro_steps(config, world)
+    steps, size = micro_steps(config, world), config.micro_batch
     say = tqdm.write if rank == 0 else lambda text: None
-    # Data
     data, val = (shards.open_shards(config.data, split) for split in shards.SPLITS)
     if (ids := data.meta["vocab_size"]) > config.vocab_size:
         what = f"{config.data} has {ids} token ids and the model {config.vocab_size}"
@@ -293,10 +301,8 @@ def train(config, resume=False, asked=()):
     with torch.device("meta"):
         make_optimizer(Transformer(config), config)  # refuses before the run folder is made
     tokenizer, made = data.meta["tokenizer_sha256"], shards.sha256(data.folder / "meta.json")
-    step = [step_to_resume(config, tokenizer, resume) if rank == 0 else None]
-    if world > 1:
-        dist.broadcast_object_list(step)
-    step, start = step[0], 0
+    held = hold(out)  # from other runs, until this one ends
+    step, start = from_rank_0(step_to_resume, config, tokenizer, resume), 0
     if step is None:
         raw_model = Transformer(config)
         backbone = raw_model.backbone_hash()
@@ -316,24 +322,21 @@ def train(config, resume=False, asked=()):
         model.broadcast_buffers = False  # each rank makes the same ones from the config
 
     # What was decided
+    facts = dict(backbone_hash=backbone, tokenizer_sha256=tokenizer, data_sha256=made)
+    facts["torch"] = torch.__version__
     if rank == 0:
         # What came after the checkpoint is made again, its own validation included.
         kept = [m for m in read_metrics(out) if m["update"] + ("val_loss" in m) <= start]
         lines = "".join(json.dumps(entry) + "\n" for entry in kept)
         shards.write_whole(out / "metrics.jsonl", lines.encode())
-        facts = dict(backbone_hash=backbone, tokenizer_sha256=tokenizer, data_sha256=made)
-        facts["torch"] = torch.__version__
-        shape = config.micro_batch * length, config.d_model, config.d_ff
+        shape = size * length, config.d_model, config.d_ff
         peak = measure_peak(device, dtype, *shape) * world
-        decayed = sum(p.numel() for p in optimizer.param_groups[0]["params"])
         say(f"run        {out}, {f'after {step.name}' if step else 'from the start'}")
         say(f"device     {world} x {device}, products in {dtype} ({reason}), weights in float32")
-        say(f"model      {config.input_layer}: {raw_model.parameter_counts()}, {decayed:,} decayed")
+        say(f"model      {config.input_layer}: {raw_model.parameter_counts()}")
         say(f"backbone   sha256 {backbone} at the start")
-        say(f"data       {shards.window_count(data, length):,} windows of {length} targets, "
-            f"validation on {len(val_windows)}")  # fmt: skip
-        say(f"update     {config.targets_per_update:,} targets = {world} ranks x {steps} "
-            f"micro-steps x {config.micro_batch} sequences x {length}")  # fmt: skip
+        say(f"data       {shards.window_count(data, length):,} windows, {len(val_windows)} for val")
+        say(f"update     {world} ranks x {steps} micro-steps x {size} sequences x {length}")
 
     def record(update, **values):
         values = {"update": update, "targets": update * config.targets_per_update, **values}
@@ -349,7 +352,7 @@ def train(config, resume=False, asked=()):
     for update in range(start, config.max_updates + 1):
         last = update == config.max_updates
         if last or update and update % config.eval_interval == 0:
-            total = shards.held_out_sum(nats, val, val_windows, length, config.micro_batch, device)
+            total = shards.held_out_sum(nats, val, val_windows, length, size, device)
             if rank == 0:
                 val_loss = total.item() / (len(val_windows) * length)
                 bits = shards.bits_per_byte(val_loss, val)
@@ -384,12 +387,13 @@ def train(config, resume=False, asked=()):
                 f"norm {norm:.3f}  {speed:,.0f} targets/s  mfu {mfu:.1%}  left {left}")  # fmt: skip
             record(done, loss=loss, lr=lr, grad_norm=norm, targets_per_s=speed, mfu=mfu)
             busy, since = 0.0, done
-        if rank == 0 and (stop or done % config.save_interval == 0 or done == config.max_updates):
-            save_checkpoint(raw_model, optimizer, config, done, facts)
+        if stop or done % config.save_interval == 0 or done == config.max_updates:
+            from_rank_0(save_checkpoint, raw_model, optimizer, config, done, facts)
         if stop:
             say(f"stopped after update {done:,} as asked; --resume goes on from there")
             break
     bar.close()
+    held.close()
 
 
 def main(argv=None):
@@ -404,16 +408,12 @@ def main(argv=None):
         parser.add_argument(f"--{name}", metavar="", default=argparse.SUPPRESS, help=line)
     options = vars(parser.parse_intermixed_args(argv))
     files, resume, dry_run = (options.pop(name) for name in ("files", "resume", "dry_run"))
-    try:
+    with refusals(parser):
         config = make_config(files, options)
         if dry_run:
             print(plan(config, int(os.environ.get("WORLD_SIZE", 1))))
         else:
             train(config, resume, catch_stop())
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"train.py: {error}\n")
-    finally:
-        leave_ranks()
 
 
 if __name__ == "__main__":

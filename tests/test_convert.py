@@ -242,10 +242,10 @@ def test_half_precision_is_widened(tmp_path, dtype):
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "type linear"),
         (dict(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}), "rope_type llama3"),
         (dict(hidden_size=...), "hidden_size"),
-        (dict(num_hidden_layers=1), r"layers.1.input_layernorm.weight has shape \[64\], .* None"),
-        (dict(num_hidden_layers=3), r"layers.2.input_layernorm.weight has shape None, .* \[64\]"),
-        (dict(vocab_size=301), r"lm_head.weight has shape \[300, 64\], .* \[301, 64\]"),
-        (dict(tie_word_embeddings=True), r"lm_head.weight has shape \[300, 64\], .* None"),
+        (dict(num_hidden_layers=1), r"layers.1.input_layernorm.weight as .* \[64\], not None"),
+        (dict(num_hidden_layers=3), r"layers.2.input_layernorm.weight as .* None, not \[64\]"),
+        (dict(vocab_size=301), r"lm_head.weight as floats has \[300, 64\], .* \[301, 64\]"),
+        (dict(tie_word_embeddings=True), r"lm_head.weight as floats has \[300, 64\], .* None"),
         (dict(num_attention_heads=5, head_dim=...), "n_heads"),
         (dict(vocab_size="many"), "fits here"),
     ],
@@ -260,7 +260,7 @@ def test_configs_that_do_not_fit_are_refused_by_name(tmp_path, changes, said):
 def test_tensors_are_neither_dropped_nor_invented(tmp_path):
     write_llama(tmp_path, attention_bias=True)
     edit(tmp_path, attention_bias=False)
-    with pytest.raises(ValueError, match="self_attn.k_proj.bias has shape .* None"):
+    with pytest.raises(ValueError, match="self_attn.k_proj.bias as floats has .* None"):
         convert.load_hf(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
@@ -268,7 +268,7 @@ def test_tensors_are_neither_dropped_nor_invented(tmp_path):
     convert.load_hf(tmp_path)
     del weights["lm_head.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lm_head.weight has shape None"):
+    with pytest.raises(ValueError, match="lm_head.weight as floats has None"):
         convert.load_hf(tmp_path)
 
 

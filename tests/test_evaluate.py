@@ -456,6 +456,35 @@ def test_a_task_that_is_done_is_not_scored_again(world, tmp_path, offline, monke
     assert results_of(tmp_path)["runs"][1]["tasks"]["arc_easy"]["documents"] == 6
 
 
+def damaged(text, place):
+    saved = json.loads(text)
+    at = saved
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = 7
+    return json.dumps(saved)
+
+
+def test_a_kept_record_that_is_damaged_is_made_again(world, tmp_path, offline):
+    folder, _ = world
+    arguments = [str(folder / "gf2"), *options(folder, tmp_path), "--tasks", "wikitext"]
+    arguments += ["--samples", str(tmp_path / "samples.jsonl")]
+    evaluate.main(arguments)
+    (file,), (lines,) = ((tmp_path / "tasks").glob(f"*.{kind}") for kind in ("json", "jsonl"))
+    whole, samples = file.read_text(), lines.read_text()
+    places = [["record"], ["sha256"], ["sha256", "record"], ["record", "value"]]
+    for text in ("", "{}", "[1]", whole[:-9], *(damaged(whole, place) for place in places)):
+        file.write_text(text)
+        evaluate.main(arguments)
+        found, before = json.loads(file.read_text()), json.loads(whole)
+        for saved in (found, before):  # but for the clock
+            saved["record"]["seconds"] = saved["sha256"]["record"] = 0
+        assert found == before
+    lines.write_text(samples[:-9])
+    evaluate.main(arguments)
+    assert lines.read_text() == samples
+
+
 def test_random_state_is_left_alone(world, tmp_path, offline):
     folder, _ = world
     states = []

@@ -180,7 +180,7 @@ def test_what_is_not_ours_is_left_alone_and_no_two_write_at_once(tmp_path, token
     assert (folder / "thesis.txt").read_text() == "precious"
     (folder / "thesis.txt").unlink()
     with prepare.work_folder(tmp_path / "out"):
-        assert "another prepare.py is at work" in refusal(capsys, *arguments)
+        assert "another run is at work" in refusal(capsys, *arguments)
     run(*arguments)
     verify(tmp_path / "out")
 
@@ -210,6 +210,28 @@ def test_every_kind_of_file(tmp_path):
     assert list(prepare.documents_of(str(folder / "2.md"))) == ["naïve".encode()]
 
 
+def test_no_folder_is_passed_over_in_silence(tmp_path, monkeypatch):
+    (tmp_path / "texts/inner").mkdir(parents=True)
+    (tmp_path / "texts/inner/a.txt").write_bytes(b"one")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "texts/b.txt").symlink_to(tmp_path / "texts/inner/a.txt")
+    assert list(prepare.documents_of(str(tmp_path / "texts"))) == [b"one", b"one"]
+    (tmp_path / "texts/link").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match="texts/link is a link to a folder"):
+        list(prepare.documents_of(str(tmp_path / "texts")))
+    (tmp_path / "texts/link").unlink()
+    (tmp_path / "texts/c.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="c.txt"):
+        list(prepare.documents_of(str(tmp_path / "texts")))
+
+    def closed(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(OSError, match="Permission denied"):
+        list(prepare.documents_of(str(tmp_path / "texts")))
+
+
 def test_odd_documents_keep_their_bytes_and_their_count(tmp_path, tokenizer_path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -224,6 +246,7 @@ def test_odd_documents_keep_their_bytes_and_their_count(tmp_path, tokenizer_path
     assert set(texts) == {document.decode("utf-8", "replace") for document in raw}
     assert sum(split["documents"] for split in meta["splits"].values()) == len(raw)
     assert meta["sources"][0]["bytes"] == sum(map(len, raw))
+    assert meta["not_utf8"] == 1
 
 
 def hub(failing, count=10):

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 import device as device_module
@@ -85,19 +86,28 @@ def more_data(tmp_path_factory):
     return str(make_data(tmp_path_factory.mktemp("data") / "hundred", 100))
 
 
-@pytest.fixture(autouse=True)
-def signals():
-    """Give the handlers back that a training in this process replaces."""
+@contextlib.contextmanager
+def handlers_given_back():
+    """Undo what a training in this process does to the handlers of signals."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    with handlers_given_back():
+        yield
 
 
 def run(config, resume=False):
     """Train in this process, with signals as main handles them."""
-    train.train(config, resume, device_module.catch_stop())
+    with handlers_given_back():
+        train.train(config, resume, device_module.catch_stop())
 
 
 def as_options(config):
@@ -875,6 +885,16 @@ def test_run_is_not_overwritten(undisturbed, capsys):
     assert undisturbed.out_dir in error and "--resume" in error
 
 
+def test_two_at_once_in_one_folder_are_refused(undisturbed, tmp_path, capsys):
+    config = dataclasses.replace(undisturbed, out_dir=str(tmp_path / "run"))
+    with device_module.hold(tmp_path / "run"):
+        with pytest.raises(SystemExit) as ended:
+            train.main(as_options(config))
+    assert ended.value.code == 2
+    assert "another run is at work" in capsys.readouterr().err
+    run(config)  # the lock went with the file, and with the run that was refused
+
+
 @pytest.mark.parametrize(
     "changes",
     [dict(lr=2e-2), dict(seed=1, max_updates=9), dict(input_layer="gf2"), dict(dtype="bfloat16"),
@@ -1010,14 +1030,15 @@ def test_data_shorter_than_an_update_is_gone_through_again(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nonfinite_weight_stops_before_the_step(value, stopped, capsys):
-    step = newest(stopped.out_dir)
-    weights = load_file(step / "model.safetensors")
-    weights["blocks.1.mlp.up_proj.weight"][3, 5] = value
-    save_file(weights, step / "model.safetensors")
-    state = shards.read_json(step / "state.json")
-    state["sha256"]["model.safetensors"] = shards.sha256(step / "model.safetensors")
-    shards.write_json(step / "state.json", state)
+def test_nonfinite_weight_stops_before_the_step(value, stopped, monkeypatch, capsys):
+    step, load = newest(stopped.out_dir), train.load_checkpoint
+
+    def poisoned(path):
+        model = load(path)
+        model.blocks[1].mlp.up_proj.weight.data[3, 5] = value
+        return model
+
+    monkeypatch.setattr(train, "load_checkpoint", poisoned)
     before = {path: shards.sha256(path) for path in step.iterdir()}
     error = refused(capsys, *as_options(stopped), "--resume")
     assert "update 7 " in error and stopped.out_dir in error
@@ -1139,7 +1160,8 @@ def gradients_of(config, micro_batches, folder):
         found[size] = {name: p.grad for name, p in raw.named_parameters()} | {"loss": loss / world}
     if rank == 0:
         torch.save(found, folder / f"gradients_{world}")
-    device_module.leave_ranks()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_gradients_do_not_depend_on_ranks_and_micro_batch(more_data, tmp_path):
@@ -1217,6 +1239,26 @@ def test_rank_that_raises_ends_all(undisturbed, tmp_path):
     assert ended[1] == 2 and ended[0] not in (0, None)
     assert errors[1] == "train.py: rank 1 cannot read its windows; mend the disk\n"
     assert "was not destroyed" not in errors[0]
+
+
+def fail_to_save(config):
+    def full(state, path):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    train.save_file = full
+    train.main(as_options(config))
+
+
+def test_what_rank_0_refuses_all_ranks_refuse_in_its_words(undisturbed, tmp_path):
+    ended, errors = run_ranks(2, tmp_path, train_and_leave, undisturbed)
+    assert ended == [2, 2]
+    assert errors == [f"train.py: {undisturbed.out_dir} holds a run; go on with --resume or "
+                      "choose another --out_dir\n"] * 2  # fmt: skip
+    config = dataclasses.replace(undisturbed, out_dir=str(tmp_path / "run"))
+    ended, errors = run_ranks(2, tmp_path, fail_to_save, config)
+    assert ended == [2, 2] and errors[0] == errors[1]
+    assert errors[0].startswith(f"train.py: {config.out_dir}/step_00000003 cannot be written")
+    assert errors[0].count("\n") == 1 and steps_of(config.out_dir) == []
 
 
 def test_torchrun_gives_the_losses_of_one_process(more_data, tmp_path):
