@@ -113,6 +113,16 @@ def hold(folder):
 
 
 @contextmanager
+def named(path):
+    """Name this file in an OSError that names none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def refusals(parser):
     """What each script runs in: a refusal becomes one sentence on stderr and exit status 2."""
     try:

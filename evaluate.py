@@ -21,7 +21,7 @@ import torch
 import harness
 import shards
 from convert import fetch_hf, is_hf, load_hf
-from device import from_rank_0, join_ranks, pick_device, pick_dtype, rank_and_world, refusals
+from device import from_rank_0, join_ranks, named, pick_device, pick_dtype, rank_and_world, refusals
 from model import find_checkpoint, load_checkpoint
 from tokenizer import tokenizer_path
 from train import read_metrics
@@ -321,7 +321,8 @@ def draw(results, path):
         axis.grid(True, which="both", alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with named(path):
+        figure.savefig(path, dpi=150)
 
 
 def evaluate(args):
@@ -385,7 +386,7 @@ def evaluate(args):
     shards.write_whole(out / "table.md", text.encode())
     draw(results, out / "comparison.png")
     if args.samples:
-        with open(args.samples, "w") as file:
+        with named(args.samples), open(args.samples, "w") as file:
             for name, requests in samples:
                 for line in requests.read_text().splitlines():
                     file.write(json.dumps({"run": name, **json.loads(line)}) + "\n")

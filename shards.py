@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from device import rank_and_world
+from device import named, rank_and_world
 
 SHARD_TOKENS = 100_000_000  # tokens in a full shard: 200 MB
 ID_DTYPE = np.dtype("<u2")
@@ -43,7 +43,7 @@ def sha256(path):
 def write_whole(path, data):
     """Write bytes so that `path` is as it was or complete, whatever happens on the way."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with named(path), open(partial, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

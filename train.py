@@ -33,6 +33,7 @@ from device import (
     hold,
     join_ranks,
     measure_peak,
+    named,
     pick_device,
     pick_dtype,
     refusals,
@@ -301,7 +302,7 @@ def train(config, resume=False, asked=()):
     with torch.device("meta"):
         make_optimizer(Transformer(config), config)  # refuses before the run folder is made
     tokenizer, made = data.meta["tokenizer_sha256"], shards.sha256(data.folder / "meta.json")
-    held = hold(out)  # from other runs, until this one ends
+    held, metrics = hold(out), out / "metrics.jsonl"  # held from other runs, until this one ends
     step, start = from_rank_0(step_to_resume, config, tokenizer, resume), 0
     if step is None:
         raw_model = Transformer(config)
@@ -327,8 +328,7 @@ def train(config, resume=False, asked=()):
     if rank == 0:
         # What came after the checkpoint is made again, its own validation included.
         kept = [m for m in read_metrics(out) if m["update"] + ("val_loss" in m) <= start]
-        lines = "".join(json.dumps(entry) + "\n" for entry in kept)
-        shards.write_whole(out / "metrics.jsonl", lines.encode())
+        shards.write_whole(metrics, "".join(json.dumps(m) + "\n" for m in kept).encode())
         shape = size * length, config.d_model, config.d_ff
         peak = measure_peak(device, dtype, *shape) * world
         say(f"run        {out}, {f'after {step.name}' if step else 'from the start'}")
@@ -340,7 +340,7 @@ def train(config, resume=False, asked=()):
 
     def record(update, **values):
         values = {"update": update, "targets": update * config.targets_per_update, **values}
-        with open(out / "metrics.jsonl", "a") as file:
+        with named(metrics), open(metrics, "a") as file:
             file.write(json.dumps(values) + "\n")
 
     def nats(ids, targets):

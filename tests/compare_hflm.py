@@ -33,7 +33,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", metavar="HF_FOLDER")
+    parser.add_argument("folder", type=Path, metavar="HF_FOLDER")
     parser.add_argument("--benchmarks", metavar="DIR")
     parser.add_argument("--tasks", default="hellaswag,arc_easy,piqa")
     parser.add_argument("--limit", type=int, default=20, help="documents of a task")
@@ -46,8 +46,8 @@ def main():
 
     device = pick_device(args.device)
     model = load_hf(args.folder).to(device)
-    ours = make_scorer(model, Path(args.folder) / "tokenizer.json", args.batch_tokens)
-    theirs = HFLM(pretrained=args.folder, device=str(device), dtype="float32", max_length=2048,
+    ours = make_scorer(model, args.folder / "tokenizer.json", args.batch_tokens)
+    theirs = HFLM(pretrained=str(args.folder), device=str(device), dtype="float32", max_length=2048,
                   batch_size=args.batch_size, prefix_token_id=ours.prefix_token_id)
     names = list(PAPER) if args.tasks == "paper" else args.tasks.split(",")
     print("task             requests   HFLM s   ours s   ratio   greatest difference in nats")
