@@ -232,10 +232,10 @@ class Transformer(nn.Module):
             return F.cross_entropy(logits, targets, reduction="none")
 
         hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
-        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        if len(flat) <= rows:
+        count = -(-len(flat) * self.config.vocab_size // LOGITS_AT_ONCE)  # rounded up
+        if count == 1:
             return chunk_losses(hidden, flat).view_as(targets)
-        chunks = zip(hidden.split(rows), flat.split(rows), strict=True)
+        chunks = zip(hidden.chunk(count), flat.chunk(count), strict=True)
         losses = [checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat(losses).view_as(targets)
 
