@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from device import from_rank_0, rank_and_world
-from model import LOGITS_AT_ONCE
+from loss import LOGITS_AT_ONCE
 from shards import read_json, sha256, write_json, write_whole
 from tokenizer import load_tokenizer, vocabulary
 

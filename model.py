@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from codes import CODES, code_table, matrix_from_hex
+from loss import MeanLoss, target_losses
 
-LOGITS_AT_ONCE = 2**26  # the loss makes so many at a time: 256 MB in float32
 INPUT_LAYERS = ("learned", *CODES)
 
 
@@ -223,27 +223,24 @@ class Transformer(nn.Module):
                 x = x * alive
         return self.norm(x)
 
+    def head_inputs(self, ids):
+        """What a matrix product with the head takes: hidden (B x T, d_model) and its weights
+        (V, d_model), both in the dtype of autocast where that is on."""
+        hidden, weight = self.hidden(ids).flatten(0, 1), self.head.weight
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return hidden, weight
+
     def losses(self, ids, targets):
-        """-ln p of every target in nats, (B, T). Logits are made in chunks, and again backward."""
-
-        def chunk_losses(hidden, targets):
-            logits = self.head(hidden)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return F.cross_entropy(logits, targets, reduction="none")
-
-        hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
-        count = -(-len(flat) * self.config.vocab_size // LOGITS_AT_ONCE)  # rounded up
-        if count == 1:
-            return chunk_losses(hidden, flat).view_as(targets)
-        chunks = zip(hidden.chunk(count), flat.chunk(count), strict=True)
-        losses = [checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat(losses).view_as(targets)
+        """-ln p of every target in nats, (B, T), without gradients."""
+        return target_losses(*self.head_inputs(ids), targets.flatten()).view_as(targets)
 
     def forward(self, ids, targets=None):
         """(logits (B, T, V), None), or with targets (None, their mean loss in nats)."""
         if targets is None:
             return self.head(self.hidden(ids)), None
-        return None, self.losses(ids, targets).mean()
+        return None, MeanLoss.apply(*self.head_inputs(ids), targets.flatten())
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, generator=None):

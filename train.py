@@ -38,7 +38,8 @@ from device import (
     pick_dtype,
     refusals,
 )
-from model import LOGITS_AT_ONCE, ModelConfig, Transformer, load_checkpoint, option, step_folders
+from loss import LOGITS_AT_ONCE
+from model import ModelConfig, Transformer, load_checkpoint, option, step_folders
 
 # ---------------- Config: the defaults, then each file, then each --key=value
 
@@ -266,7 +267,7 @@ def plan(config, world, peak=989e12, mfu=0.4):
     if config.checkpoint_activations:
         block = 4 * config.d_model + block / config.n_layers
     activations = block * config.n_layers * rows / gib
-    logits = 10 * min(LOGITS_AT_ONCE, rows * config.vocab_size) / gib
+    logits = (10 * min(LOGITS_AT_ONCE, rows * config.vocab_size) + 6 * counts["head"]) / gib
     days = targets * flops / (peak * mfu) / 86_400
     return f"""input layer         {config.input_layer}
 parameters          {total:,}: {", ".join(f"{name} {n:,}" for name, n in counts.items())}
@@ -298,7 +299,6 @@ def train(config, resume=False, asked=()):
         raise ValueError(f"{what}; set --vocab_size={ids}")
     val_windows = shards.validation_windows(val, length, config.eval_windows)
 
-    # Model, new or from the checkpoint that rank 0 has chosen
     with torch.device("meta"):
         make_optimizer(Transformer(config), config)  # refuses before the run folder is made
     tokenizer, made = data.meta["tokenizer_sha256"], shards.sha256(data.folder / "meta.json")

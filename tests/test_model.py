@@ -417,32 +417,6 @@ def test_loss_equals_cross_entropy(float64):
     assert_close(model.losses(ids, targets), each.view(3, 8), 1e-12)
 
 
-@pytest.mark.parametrize("logits_at_once", [1, V, 5 * V, 8 * V + 7, 24 * V - 1])
-def test_chunked_loss_equals_the_whole(logits_at_once, monkeypatch, float64):
-    model = double(small(input_layer="learned"))
-    ids, targets = random_ids(3, 8), random_ids(3, 8, seed=1)
-    loss, whole = gradients(model, ids, targets)
-    each = model.losses(ids, targets)
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", logits_at_once)
-    rows = []
-    model.head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    assert_close(model.losses(ids, targets), each, 1e-12)
-    assert sum(rows) == 24 and max(rows) * V <= max(logits_at_once, V) and len(rows) > 1
-    chunked_loss, chunked = gradients(model, ids, targets)
-    assert_close(chunked_loss, loss, 1e-12)
-    for name in whole:
-        assert_close(chunked[name], whole[name], 1e-12)
-
-
-def test_loss_of_as_many_logits_as_allowed_is_made_in_one_piece(monkeypatch):
-    model = Transformer(small())
-    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", 24 * V)
-    rows = []
-    model.head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    gradients(model, random_ids(3, 8), random_ids(3, 8, seed=1))
-    assert rows == [24]
-
-
 def test_bfloat16_autocast_is_close_and_its_losses_are_float32():
     model = lively(Transformer(small()))
     ids, targets = random_ids(4, 24), random_ids(4, 24, seed=1)
