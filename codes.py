@@ -174,7 +174,7 @@ def save_picture(file, table, matrix):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--code", default="gf2", help=f"one of {', '.join(CODES)}")
     parser.add_argument("--vocab_size", type=int, default=49152)
     parser.add_argument("--bits", type=int, default=16)

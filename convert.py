@@ -137,7 +137,7 @@ def from_hf(source, run):
 
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("way", choices=("to-hf", "from-hf"))
     parser.add_argument("source", type=Path, help="a run or step folder; a Llama folder or repo")
     parser.add_argument("target", type=Path, help="a folder, new or empty")

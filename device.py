@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 
 def pick_device(name="auto"):
@@ -127,7 +128,7 @@ def refusals(parser):
     """What each script runs in: a refusal becomes one sentence on stderr and exit status 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         parser.exit(2, " ".join(f"{parser.prog}: {error}".splitlines()) + "\n")
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")

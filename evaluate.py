@@ -70,6 +70,7 @@ def open_run(text):
         "vocab_size": config["vocab_size"],
         "max_seq_len": config[context],
         "data": config.get("data"),
+        "data_sha256": state.get("data_sha256"),
         "update": state.get("update"),
         "targets": state.get("targets"),
         "tokenizer": str(tokenizer),
@@ -126,9 +127,12 @@ def open_held_out(runs, folder):
     if len(folders) != 1 or None in folders:
         names = " and ".join(sorted(map(str, folders - {None}))) or "data unknown here"
         raise ValueError(f"the runs were trained on {names}; name the data to use with --data")
-    folder = folders.pop()
+    given, folder = folder is not None, folders.pop()
     val, train = shards.open_shards(folder, "val"), shards.open_shards(folder, "train")
+    made = shards.sha256(val.folder / "meta.json")
     for run in runs:
+        if not given and run["data_sha256"] not in (None, made):
+            raise ValueError(f"{folder} changed after {run['name']} was made; give it as --data")
         same = run["sha256"]["tokenizer.json"] == val.meta["tokenizer_sha256"]
         if not same or run["vocab_size"] < val.meta["vocab_size"]:
             raise ValueError(
@@ -395,7 +399,7 @@ def evaluate(args):
 
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--data", metavar="DIR", help="data folder in place of the runs' own")
     parser.add_argument("--tasks", default=[], type=lambda text: text.split(","),

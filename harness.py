@@ -323,6 +323,9 @@ def load_tasks(names, benchmarks):
                     f"{name} needs generated text or a package that evaluate.py's name hides; "
                     "export the run with convert.py and use lm-eval itself"
                 )
+            metrics = {entry["metric"] for entry in config.get("metric_list") or []}
+            if metrics and metrics.isdisjoint(METRICS):
+                raise ValueError(f"{name} has no metric of {', '.join(METRICS)}; leave it out")
             repository = config.get("dataset_path", "")
             if benchmarks and not (Path(benchmarks) / repository).is_dir():
                 folder = Path(benchmarks) / repository
@@ -342,7 +345,7 @@ def load_tasks(names, benchmarks):
                 ) from None
             except Exception as error:  # `datasets` raises kinds of its own
                 what = str(error).partition("\n")[0][:200]
-                raise ValueError(f"the set of {name}: {what}; fetch it again, whole") from None
+                raise ValueError(f"the set of {name}: {what}; fetch it for --benchmarks") from None
             for leaf in loaded[name]["tasks"].values():
                 leaf.set_config("num_fewshot", int(shots or leaf.config.num_fewshot or 0))
     return loaded
@@ -366,9 +369,7 @@ def run_task(scorer, tasks, name, limit):
     samples = [sample | {"task": task} for task, s in output["samples"].items() for sample in s]
     samples.sort(key=lambda sample: (sample["task"], sample["doc_id"]))
     metrics = PAPER[name][1:2] if name in PAPER else METRICS
-    metric = next((metric for metric in metrics if metric in samples[0]), None)
-    if metric is None:
-        raise ValueError(f"{name} has none of the metrics {', '.join(METRICS)}; leave it out")
+    metric = next(metric for metric in metrics if metric in samples[0])
     lines = []
     for sample in samples:
         for arguments, responses in zip(sample["arguments"], sample["resps"], strict=True):

@@ -8,6 +8,8 @@ N targets, V vocabulary; losses are -ln p(target), in nats.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 LOGITS_AT_ONCE = 2**26  # 256 MB in float32
 
@@ -27,10 +29,8 @@ def log_probabilities(hidden, weight):
 @torch.no_grad()
 def target_losses(hidden, weight, targets):
     """The loss of each target, (N,)."""
-    losses = [
-        -log_probabilities(part, weight).gather(1, ids[:, None])[:, 0]
-        for part, ids in chunks(hidden, targets, len(weight))
-    ]
+    pieces = chunks(hidden, targets, len(weight))
+    losses = [F.nll_loss(log_probabilities(h, weight), t, reduction="none") for h, t in pieces]
     return torch.cat(losses)
 
 
@@ -43,7 +43,7 @@ class MeanLoss(torch.autograd.Function):
         to_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for part, ids in chunks(hidden, targets, len(weight)):
             logs = log_probabilities(part, weight)  # (n, V)
-            mean = mean - logs.gather(1, ids[:, None]).sum() / len(targets)
+            mean = mean + F.nll_loss(logs, ids, reduction="sum") / len(targets)
             # The slope of a loss in the logits is p, less 1 at the target.
             slope = logs.exp_().scatter_add_(1, ids[:, None], -torch.ones_like(logs[:, :1]))
             slope = slope.div_(len(targets)).to(hidden.dtype)
@@ -53,6 +53,7 @@ class MeanLoss(torch.autograd.Function):
         return mean
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, slope):
         to_hidden, to_weight = ctx.saved_tensors
         return slope * to_hidden, slope * to_weight, None

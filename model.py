@@ -78,6 +78,8 @@ class InputLayer(nn.Module):
         super().__init__()
         self.zero_id = None  # the id whose fixed code is all zeros, if any
         if config.input_layer == "learned":
+            if config.code_matrix is not None or config.code_offset:
+                raise ValueError("a learned table has neither matrix nor offset; drop them")
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         else:
             bits, hand = config.code_bits, config.code_matrix

@@ -170,7 +170,7 @@ def write_splits(folder, sources, encode, max_tokens, pool):
     for name, share in sources:
         python = f"Python {platform.python_version()}"
         revision = python if name == "stdlib" else name.partition("@")[2]
-        entries.append(dict(source=name, revision=revision, share=share, **counts))
+        entries.append(dict(source=name, revision=revision, share=share, not_utf8=0, **counts))
         streams.append(encoded(documents_of(name), encode, pool))
     live, total = [*range(len(sources))], 0
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
@@ -182,9 +182,10 @@ def write_splits(folder, sources, encode, max_tokens, pool):
                 if live:
                     bar.write(f"{entry['source']} has ended after {entry['tokens']:,} tokens")
                 continue
-            ids, size, split = item
+            ids, size, split, damaged = item
             append(folder, split, splits[split], buffers[split], ids)
             entry["tokens"] += len(ids)
+            entry["not_utf8"] += damaged
             for counted in (entry, splits[split]):
                 counted["documents"] += 1
                 counted["bytes"] += size
@@ -220,21 +221,19 @@ def fill(folder, sources, name, max_tokens, val_share, workers):
     encode, fast = make_encoder(tokenizer)
     way = "tiktoken" if fast else "tokenizers, which is slower: tiktoken would give other ids"
     print(f"tokenizer {name}: {vocab_size:,} ids, encoded by {way}")
-    damaged = []  # sizes of the documents that are not UTF-8, in no order
 
     def encode_document(document):
         text = document.decode("utf-8", "replace")
-        if "\ufffd" in text and text.encode() != document:
-            damaged.append(len(document))
+        damaged = "\ufffd" in text and text.encode() != document
         ids = encode(text).astype(shards.ID_DTYPE)
         split = "val" if held_out(document, val_share) else "train"
-        return np.append(ids, ids.dtype.type(separator)), len(document), split
+        return np.append(ids, ids.dtype.type(separator)), len(document), split, damaged
 
     with ThreadPoolExecutor(workers) as pool:
         entries, splits = write_splits(folder, sources, encode_document, max_tokens, pool)
         pool.shutdown(cancel_futures=True)  # what was read beyond max_tokens
     return dict(vocab_size=vocab_size, separator=separator, tokenizer=name, sources=entries,
-                tokenizer_sha256=shards.sha256(path), splits=splits, not_utf8=len(damaged))
+                tokenizer_sha256=shards.sha256(path), splits=splits)  # fmt: skip
 
 
 def prepare(sources, name, out, max_tokens, val_share, workers):
@@ -245,7 +244,7 @@ def prepare(sources, name, out, max_tokens, val_share, workers):
             shards.open_shards(out, split)
         return print(f"{out} is there, made with these arguments; remove it to make it again")
     if out.exists():
-        raise ValueError(f"{out} is there, but not made with these arguments; choose another --out")
+        raise ValueError(f"{out} is there, not made with these arguments; remove it or set --out")
     if not 0 < val_share < 1:
         raise ValueError(f"--val_share {val_share} is not between 0 and 1; give 0.01")
     if workers < 1 or not (max_tokens is None or max_tokens > 0):
@@ -261,7 +260,7 @@ def prepare(sources, name, out, max_tokens, val_share, workers):
         print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens of "
               f"{entry['bytes'] / entry['tokens']:.2f} bytes")  # fmt: skip
     print(f"{out}: {size:.1f} MB in {seconds:.1f} s, {size / seconds:.1f} MB/s; "
-          f"{meta['not_utf8']:,} documents are not UTF-8 throughout")  # fmt: skip
+          f"{sum(e['not_utf8'] for e in meta['sources']):,} documents are not UTF-8 throughout")
 
 
 def parse_source(text):
@@ -276,7 +275,7 @@ def parse_source(text):
 
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--source", action="append", help="default stdlib; again for a mixture")
     parser.add_argument("--tokenizer", default="bpe:8192", help="default bpe:8192")
     parser.add_argument("--out", type=Path, help="default data/<name of the first source>")

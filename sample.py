@@ -29,7 +29,8 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
     if max_new_tokens < 1 or len(ids) + max_new_tokens > model.config.max_seq_len:
         raise ValueError(
             f"{len(ids)} tokens of prompt and {max_new_tokens} new ones do not fit in max_seq_len "
-            f"{model.config.max_seq_len}; choose another --max_new_tokens, at least 1"
+            f"{model.config.max_seq_len}; choose --max_new_tokens of at least 1 and at most "
+            f"{model.config.max_seq_len - len(ids)}"
         )
     if not (temperature == 0 or 0.01 <= temperature <= 100) or top_k < 1:
         what = f"temperature {temperature} and top_k {top_k}"
@@ -45,8 +46,8 @@ def stream_text(model, tokenizer, prompt, max_new_tokens, temperature, top_k, se
 
 
 def main(argv=None):
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("run", help="a run folder, for its newest step, or a step folder")
     parser.add_argument("--prompt", default="", help="the text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="default 200")

@@ -92,10 +92,10 @@ def read_meta(folder):
         raise ValueError(f"{path} is not as prepare.py writes it; prepare the data again")
     for name in SPLITS:
         split, listed = meta["splits"][name], meta["splits"][name]["shards"]
-        named = all(s["file"] == f"{name}_{i:05d}.bin" for i, s in enumerate(listed))
+        ordered = all(s["file"] == f"{name}_{i:05d}.bin" for i, s in enumerate(listed))
         filled = all(0 < s["tokens"] and s["max_id"] < meta["vocab_size"] for s in listed)
         summed = sum(s["tokens"] for s in listed) == split["tokens"] > 0 < split["bytes"]
-        if not (named and filled and summed):
+        if not (ordered and filled and summed):
             raise ValueError(f"{path}: the shards of {name} do not add up; prepare the data again")
     return meta
 

@@ -73,7 +73,7 @@ class Config(ModelConfig):
 
 
 FIELDS = {f.name: f for f in fields(Config)}
-# What a resume may change, since it alters speed or reporting and not what is learned.
+# What a resume may change, since it alters speed, reporting or paths, and not what is learned.
 FREE = """out_dir data micro_batch eval_interval save_interval log_interval keep_checkpoints
 device compile checkpoint_activations""".split()
 
@@ -210,10 +210,10 @@ def step_to_resume(config, tokenizer, resume):
 
     def changed(folder):
         then = shards.read_json(folder / "config.json")
-        return [name for name in now if name not in FREE and then.get(name) != now[name]]
+        return [f"{n} {then.get(n)}" for n in now if n not in FREE and then.get(n) != now[n]]
 
-    if names := changed(out):
-        raise ValueError(f"{out} was begun with another {', '.join(names)}; change it back")
+    if values := changed(out):
+        raise ValueError(f"{out} was begun with {', '.join(values)}; change that back")
     if shards.sha256(out / "tokenizer.json") != tokenizer:
         raise ValueError(f"{out} and {config.data} have different tokenizers; use the run's data")
     for step in reversed(step_folders(out)):
@@ -276,7 +276,7 @@ targets per update  {config.targets_per_update:,} = {world} ranks x {steps} micr
 updates             {config.max_updates:,}: {targets:,} targets in \
 {targets // config.max_seq_len:,} windows
 FLOPs               {flops * targets:.3e}, {flops:,} per target
-days                {days:.1f} on one device, at {mfu:.0%} of {peak / 1e12:.0f} TFLOP/s
+days                {days:.1f} on one device, at {mfu:.0%} of {peak / 1e12:.0f} TFLOP/s, an H100's
 memory of a rank    {4 * total / gib:.1f} GiB weights, as much gradients, twice it for AdamW;
                     roughly {activations:.1f} GiB activations and {logits:.1f} GiB logits
 disk                {12 * total / gib:.1f} GiB a checkpoint, {2 * targets / gib:.1f} GiB shards"""
@@ -333,7 +333,7 @@ def train(config, resume=False, asked=()):
         peak = measure_peak(device, dtype, *shape) * world
         say(f"run        {out}, {f'after {step.name}' if step else 'from the start'}")
         say(f"device     {world} x {device}, products in {dtype} ({reason}), weights in float32")
-        say(f"model      {config.input_layer}: {raw_model.parameter_counts()}")
+        say(f"model      {config.input_layer}: {raw_model.parameter_counts()}, {ids} ids in data")
         say(f"backbone   sha256 {backbone} at the start")
         say(f"data       {shards.window_count(data, length):,} windows, {len(val_windows)} for val")
         say(f"update     {world} ranks x {steps} micro-steps x {size} sequences x {length}")

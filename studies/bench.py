@@ -65,6 +65,8 @@ PACKAGES = ("torch", "transformers", "litgpt", "tokenizers", "tiktoken", "numpy"
 
 def make_config(args, **values):
     """The shape that was asked for, a name in SHAPES or a config file, as train.py's Config."""
+    if args.shape not in SHAPES and not Path(args.shape).is_file():
+        raise ValueError(f"there is no shape {args.shape}; give a file or {', '.join(SHAPES)}")
     shape = SHAPES[args.shape] if args.shape in SHAPES else read_config_file(args.shape)
     given = {key: value for key in ("d_ff", "micro_batch") if (value := getattr(args, key))}
     return Config(**shape | given | values)
@@ -310,6 +312,8 @@ def step(args):
     every = ("learned", "gf2", "llama", "litgpt", "nanogpt")
     names = args.programs or [name + how for how in ("", "/compile") for name in every]
     names, targets = list(at_hand(names, args)), make_config(args).targets_per_update
+    if not names:
+        raise ValueError("no program is left; name one that is at hand")
     results = interleave({"matmuls": matmuls} | dict.fromkeys(names, training), args)
     peak = results["matmuls"]["flop/s"]
 
@@ -521,7 +525,7 @@ WORKS = dict(step=step, start=start, decode=decode, prepare=preparation, gradien
 
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("works", nargs="+", choices=WORKS, metavar="WORK", help=", ".join(WORKS))
     parser.add_argument("--shape", default="small-vocab", help=f"a config or {', '.join(SHAPES)}")
     parser.add_argument("--d_ff", type=int, help="instead of the shape's")
@@ -539,6 +543,10 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args(argv)
     with refusals(parser):
+        if min(args.rounds, args.steps, args.new_tokens) < 1:
+            raise ValueError("--rounds, --steps or --new_tokens is below 1; give at least 1")
+        if args.out:
+            args.out.touch()  # what cannot be written fails before the work
         report = circumstances()
         print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
         for work in args.works:

@@ -259,7 +259,7 @@ def draw(by_block, by_depth, path):
 
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--data", metavar="DIR", default="data/stdlib", help="see prepare.py")
     parser.add_argument("--length", type=int, default=256, help="max_seq_len, of the windows")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/zero_code"))

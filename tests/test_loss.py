@@ -96,3 +96,19 @@ def test_the_compiler_takes_it_whole(logits_at_once):
     compiled(*given).backward()
     assert distance(hidden.grad, expected[1]) < 1e-14
     assert distance(weight.grad, expected[2]) < 1e-14
+
+
+def test_another_number_of_targets_is_refused(logits_at_once):
+    hidden, weight, targets = made()
+    for wrong in (targets[:-1], targets[:5], torch.cat((targets, targets[:1]))):
+        for function in (MeanLoss.apply, target_losses):
+            with pytest.raises((ValueError, RuntimeError)):
+                function(hidden, weight, wrong)
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, targets = made()
+    (slope,) = torch.autograd.grad(MeanLoss.apply(hidden, weight, targets) ** 2, hidden,
+                                   create_graph=True)  # fmt: skip
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()

@@ -246,7 +246,7 @@ def test_odd_documents_keep_their_bytes_and_their_count(tmp_path, tokenizer_path
     assert set(texts) == {document.decode("utf-8", "replace") for document in raw}
     assert sum(split["documents"] for split in meta["splits"].values()) == len(raw)
     assert meta["sources"][0]["bytes"] == sum(map(len, raw))
-    assert meta["not_utf8"] == 1
+    assert meta["sources"][0]["not_utf8"] == 1
 
 
 def hub(failing, count=10):
@@ -510,9 +510,9 @@ def test_folders_that_are_not_overwritten(tmp_path, tokenizer_path, capsys):
     arguments = ["--source", source, "--tokenizer", tokenizer_path, "--out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    assert "choose another --out" in refusal(capsys, *arguments, tmp_path / "mine")
+    assert "remove it or set --out" in refusal(capsys, *arguments, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
-    assert "choose another --out" in refusal(capsys, *arguments, source)
+    assert "remove it or set --out" in refusal(capsys, *arguments, source)
     (tmp_path / "mine" / "meta.json").write_text("{")
     assert "meta.json" in refusal(capsys, *arguments, tmp_path / "mine")
 
