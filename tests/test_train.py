@@ -550,9 +550,13 @@ def test_bfloat16_keeps_weights_and_moments_in_float32(data, tmp_path, monkeypat
     dtypes, original = set(), Transformer.forward
 
     def noting(model, *given):
-        hook = model.head.register_forward_hook(lambda m, i, out: dtypes.add(out.dtype))
+        products = [model.blocks[0].attention.q_proj, model.blocks[-1].mlp.down_proj]
+        hooks = [part.register_forward_hook(lambda m, i, out: dtypes.add(out.dtype))
+                 for part in products]  # fmt: skip
         result = original(model, *given)
-        hook.remove()
+        dtypes.update(part.dtype for part in model.head_inputs(given[0]))
+        for hook in hooks:
+            hook.remove()
         return result
 
     monkeypatch.setattr(Transformer, "forward", noting)
