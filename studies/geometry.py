@@ -7,9 +7,10 @@
 
 A learned table differs from binary16 in four things at once: it is trained, its rows span d_model
 dimensions and not 16, they begin at RMS 0.02 and not about 0.7, and they say nothing of the order
-of ids. Each *arm* of `make_arms` changes few of these: *-0.7 and *-small change the scale. All arms of a seed have the same initial
-backbone, bit for bit, the same batches and the same held-out windows. A *gap* is the held-out
-loss of an arm minus that of `learned` at the same seed; its 95 % interval is Student's over seeds.
+of ids. Each *arm* of `make_arms` changes few of these; *-0.7 and *-small change the scale. All arms
+of a seed have the same initial backbone, bit for bit, the same batches and the same held-out
+windows. A *gap* is the held-out loss of an arm minus that of `learned` at the same seed; its 95 %
+interval is Student's over seeds.
 
 A *wide* code is gf2 with more bits: code'(t) = A code(t) with a random A of K x 16 bits and full
 column rank, so that no two ids share a code for any K >= 16. At K = 16 it is gf2, and at
