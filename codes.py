@@ -11,6 +11,7 @@ code'(t)   = A code(t) + b over GF(2); as A is invertible, no two tokens share a
 R = 128    the tiles: the model repeats a code R times to its width, x[j] = code[j mod K]
 """
 import argparse
+from functools import partial
 
 import numpy as np
 
@@ -68,13 +69,15 @@ def gf2_inverse(M):
     return rows[:, n:]
 
 
-def invertible_matrix(bits, seed):
-    """A uniform draw from GL(bits, 2), uint8 (bits, bits). How a seed draws is our choice."""
-    if seed < 0 or bits < 1:
+def invertible_matrix(bits, seed, rows=None):
+    """A uniform draw from GL(bits, 2), uint8 (bits, bits); with more rows, from the matrices
+    (rows, bits) of full column rank. How a seed draws is our choice."""
+    rows = rows or bits
+    if seed < 0 or not 1 <= bits <= rows:
         raise ValueError(f"seed is {seed} and bits is {bits}; give a seed >= 0 and bits >= 1")
     generator = np.random.default_rng(seed)
-    while gf2_rank(matrix := generator.integers(0, 2, (bits, bits))) < bits:
-        pass  # about 29 % of the draws are invertible
+    while gf2_rank(matrix := generator.integers(0, 2, (rows, bits))) < bits:
+        pass  # about 29 % of the square draws are invertible, and nearly all tall ones
     return matrix.astype(np.uint8)
 
 
@@ -106,13 +109,6 @@ def recode(codes, matrix, offset=0):
     return (codes @ zeros_and_ones(matrix).T & 1) ^ binary_codes(offset, m)
 
 
-def unrecode(codes, matrix, offset=0):
-    """The inverse of recode for a square matrix: A^-1 c' + A^-1 b."""
-    inverse = gf2_inverse(matrix)
-    b = recode(np.zeros(len(inverse)), matrix, offset)
-    return recode(codes, inverse) ^ recode(b, inverse)
-
-
 def binary16(vocab_size, bits, seed, matrix, offset):
     """The paper's canonical code: code(t)."""
     if matrix is not None or offset:
@@ -120,15 +116,17 @@ def binary16(vocab_size, bits, seed, matrix, offset):
     return binary_codes(np.arange(vocab_size), bits)
 
 
-def gf2(vocab_size, bits, seed, matrix, offset):
-    """The paper's recoded code: code'(t) = A code(t) + b."""
-    matrix = invertible_matrix(bits, seed) if matrix is None else matrix
-    if np.shape(matrix) != (bits, bits):
-        raise ValueError(f"the matrix has shape {np.shape(matrix)}; gf2 needs {(bits, bits)}")
+def gf2(vocab_size, bits, seed, matrix, offset, K=None):
+    """The paper's recoded code: code'(t) = A code(t) + b. With K above `bits`, which is not the
+    paper's, A is (K, bits): the codes span more dimensions, and still no two are the same."""
+    matrix = invertible_matrix(bits, seed, K) if matrix is None else matrix
+    if np.shape(matrix) != (K or bits, bits):
+        raise ValueError(f"the matrix has shape {np.shape(matrix)}; gf2 needs {(K or bits, bits)}")
     return recode(binary_codes(np.arange(vocab_size), bits), matrix, offset)
 
 
 CODES = {"binary16": binary16, "gf2": gf2}  # a new code: a function like these, and its name
+CODES |= {f"wide{K}": partial(gf2, K=K) for K in (32, 64, 128, 256, 512, 1024, 2048)}
 
 
 def code_table(name, vocab_size, *, bits=16, seed=12345, matrix=None, offset=0):
@@ -144,22 +142,23 @@ def code_table(name, vocab_size, *, bits=16, seed=12345, matrix=None, offset=0):
 
 
 def print_page(table, matrix):
-    words, (V, K) = ids_from_codes(table), table.shape
-    print(f"{V:,} codes of {K} bits, {len(np.unique(words)):,} of them distinct")
+    (V, K), codes = table.shape, table.astype(np.uint8)
+    words = np.packbits(np.pad(codes, ((0, 0), (0, -K % 64))), axis=1).view(np.uint64)
+    print(f"{V:,} codes of {K} bits, {len(np.unique(words, axis=0)):,} of them distinct")
     if matrix is not None:
         print("\nMatrix A: row i makes bit i of a code, and bit 0 of its hex word is column 0")
         for row, word in zip(matrix, matrix_to_hex(matrix).split(), strict=True):
             print("   ", *row, "", word)
     print("\nFirst codes: id, bit 0 to the last bit")
-    for token_id, code in enumerate(binary_codes(words[:8], K)):
+    for token_id, code in enumerate(codes[:8]):
         print(f"{token_id:6}  ", *code)
     print("\nOnes in a code: how many codes have n")
-    for n, count in enumerate(np.bincount(np.bitwise_count(words), minlength=K + 1)):
+    for n, count in enumerate(np.bincount(table.sum(axis=1).astype(int), minlength=K + 1)):
         print(f"{n:6} {count:9,}  {'#' * (200 * count // V)}")
-    print("\nId with the zero code:", *np.flatnonzero(words == 0) if 0 in words else ["none"])
+    print("\nId with the zero code:", *np.flatnonzero(~table.any(axis=1)).tolist() or ["none"])
     ones = table.sum(axis=0, dtype=np.int64)
     mean = 2 * (ones * (V - ones)).sum() / (V * (V - 1))
-    nearest = min(np.bitwise_count(words[i] ^ words[i + 1:]).min() for i in range(V - 1))
+    nearest = min(np.bitwise_count(w ^ words[i:]).sum(1).min() for i, w in enumerate(words[:-1], 1))
     print(f"Hamming distance over all pairs of codes: minimum {nearest}, mean {mean:.4f}")
 
 

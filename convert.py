@@ -35,7 +35,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast",
              "bos_token": SEPARATOR, "eos_token": SEPARATOR}
 VIEW = """`model.embed_tokens.weight` holds no parameters: it is a view of the fixed code of every
-token id, 0s and 1s repeated to the model's width, and is not tied to the head.\n"""
+token id, repeated to the model's width, and is not tied to the head.\n"""
 
 
 def hf_name(name):

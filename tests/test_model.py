@@ -20,7 +20,6 @@ from torch.nn import functional as F
 import codes
 import model as model_file
 from model import (
-    INPUT_LAYERS,
     Attention,
     ModelConfig,
     SwiGLU,
@@ -32,6 +31,7 @@ from model import (
 
 FIXED = ("binary16", "gf2")
 V = 97
+INTERFACES = ("learned", "binary16", "gf2", "wide32")
 
 
 def small(**changes):
@@ -115,7 +115,7 @@ def test_table_is_a_hundred_million_parameters_and_5_56_percent():
 
 
 def test_backbone_is_the_same_bits_in_every_interface():
-    models = [Transformer(small(input_layer=name)) for name in INPUT_LAYERS]
+    models = [Transformer(small(input_layer=name)) for name in INTERFACES]
     assert len({model.backbone_hash() for model in models}) == 1
     learned = models[0].state_dict()
     del learned["input.weight"]
@@ -150,7 +150,7 @@ def test_learned_table_is_not_the_backbones_numbers():
     assert abs(correlation) < 5 / len(first) ** 0.5
 
 
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 def test_two_constructions_are_equal_bitwise(input_layer):
     one = Transformer(small(input_layer=input_layer)).state_dict()
     torch.rand(7)  # the global generator plays no part
@@ -158,7 +158,7 @@ def test_two_constructions_are_equal_bitwise(input_layer):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 def test_state_dict_holds_exactly_the_parameters(input_layer):
     model = Transformer(small(input_layer=input_layer))
     state = model.state_dict()
@@ -357,7 +357,7 @@ def test_forward_equals_the_reference(input_layer, n_kv_heads, float64):
         assert_close(logits[b], reference_logits(model, ids[b].tolist()), 1e-11)
 
 
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 @pytest.mark.parametrize("n_kv_heads", [None, 2])
 def test_logits_equal_those_of_transformers(input_layer, n_kv_heads):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -382,7 +382,7 @@ def test_logits_equal_those_of_transformers(input_layer, n_kv_heads):
     if input_layer == "learned":
         table = model.input.weight
     else:
-        table = torch.from_numpy(codes.code_table(input_layer, V)).repeat(1, config.d_model // 16)
+        table = torch.from_numpy(codes.code_table(input_layer, V)).repeat(1, model.input.tiles)
     state = {"model.embed_tokens.weight": table.detach(), "lm_head.weight": model.head.weight}
     for name, parameter in model.named_parameters():
         if name.startswith("blocks."):
@@ -448,7 +448,7 @@ def test_losses_of_bfloat16_weights_are_float32():
     assert_close(losses, expected.view(2, 9), 1e-6)
 
 
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 def test_recomputed_activations_give_the_same_gradients_bitwise(input_layer):
     model = lively(Transformer(small(input_layer=input_layer)))
     ids, targets = random_ids(2, 12, least=0), random_ids(2, 12, seed=1)
@@ -480,7 +480,7 @@ def generated(model, ids, steps, **options):
 
 
 @pytest.mark.parametrize("n_kv_heads", [None, 2])
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 def test_generation_with_cache_equals_recomputation(input_layer, n_kv_heads, float64):
     model = double(small(input_layer=input_layer, n_kv_heads=n_kv_heads), gain=3)
     prompts = random_ids(5, 4)
@@ -775,6 +775,8 @@ def test_config_refuses(name, value):
         (dict(vocab_size=65_537, input_layer="gf2"), "65537"),
         (dict(code_bits=6, d_model=48), "6"),
         (dict(code_offset=3), "offset"),
+        (dict(input_layer="learned", code_offset=3), "a learned table has neither"),
+        (dict(input_layer="learned", code_matrix="1"), "a learned table has neither"),
         (dict(code_matrix=" ".join(f"{1 << i:04x}" for i in range(16))), "matrix"),
         (dict(input_layer="gf2", code_offset=1 << 16), "65536"),
         (dict(input_layer="gf2", code_matrix="0001 0002"), "matrix"),
@@ -805,7 +807,7 @@ def equal_weights(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("input_layer", INPUT_LAYERS)
+@pytest.mark.parametrize("input_layer", INTERFACES)
 def test_checkpoint_gives_the_model_back(input_layer, tmp_path):
     model = lively(Transformer(small(input_layer=input_layer, n_kv_heads=2)))
     step = save(model, tmp_path / "step_00000012")
