@@ -514,6 +514,25 @@ def test_refusals(world, tmp_path):
     assert "elsewhere has another tokenizer" in message
 
 
+def test_data_that_changed_after_the_run_is_refused_unless_it_is_given(tmp_path, capsys):
+    rng, data, run = np.random.default_rng(2), tmp_path / "data", tmp_path / "run"
+    write_data(data, rng.integers(0, 9, 900), rng.integers(0, 9, 300))
+    write_run(run, data)
+    state = run / "step_00000003/state.json"
+    write_json(state, dict(update=3, targets=192, data_sha256=sha256(data / "meta.json")))
+    arguments = [str(run), "--out", str(tmp_path / "out"), "--dtype", "float32", "--device", "cpu"]
+    evaluate.main(arguments)
+    before = results_of(tmp_path / "out")["runs"][0]["held_out"]
+    meta = json.loads((data / "meta.json").read_text())
+    write_json(data / "meta.json", {**meta, "tokenizer": "prepared again, otherwise"})
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main(arguments)
+    assert stopped.value.code == 2
+    assert f"{data} changed after run was made; give it as --data" in capsys.readouterr().err
+    evaluate.main([*arguments, "--data", str(data)])
+    assert results_of(tmp_path / "out")["runs"][0]["held_out"] == before
+
+
 def test_refusals_of_benchmarks(world, tmp_path, offline, capsys):
     folder, _ = world
 
