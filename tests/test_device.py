@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import device
+from tokenizer import train_bpe
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,8 +71,10 @@ def test_on_one_rank_a_function_is_only_called():
 
 
 def test_ctrl_c_ends_a_script_without_a_traceback(tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "word"}\n' * 2_000_000)
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10**6)))
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe("bpe:300", ["0123456789"]))
     command = [sys.executable, "prepare.py", "--source", tmp_path, "--out", tmp_path / "data"]
+    command += ["--tokenizer", tmp_path / "tokenizer.json"]
     running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "data.partial/.lock").exists():  # it is at work
         assert running.poll() is None
