@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,10 @@ def test_ctrl_c_ends_a_script_without_a_traceback(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(train_bpe("bpe:300", ["0123456789"]))
     command = [sys.executable, "prepare.py", "--source", tmp_path, "--out", tmp_path / "data"]
     command += ["--tokenizer", tmp_path / "tokenizer.json"]
-    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    # What a shell starts in the background ignores Ctrl-C, and so would what it starts.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=listen)  # fmt: skip
     while not (tmp_path / "data.partial/.lock").exists():  # it is at work
         assert running.poll() is None
         time.sleep(0.01)
