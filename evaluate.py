@@ -127,7 +127,7 @@ def open_held_out(runs, folder):
     if len(folders) != 1 or None in folders:
         names = " and ".join(sorted(map(str, folders - {None}))) or "data unknown here"
         raise ValueError(f"the runs were trained on {names}; name the data to use with --data")
-    given, folder = folder is not None, folders.pop()
+    given, folder = folder is not None, folders.pop()  # given by hand, or by the runs
     val, train = shards.open_shards(folder, "val"), shards.open_shards(folder, "train")
     made = shards.sha256(val.folder / "meta.json")
     for run in runs:
@@ -355,7 +355,7 @@ def evaluate(args):
             print(f"No held-out loss: {error}\n")
     loaded = harness.load_tasks(names, args.benchmarks) if names else {}
     sets = harness.fingerprint(args.benchmarks) if args.benchmarks else None
-    from_rank_0(out.mkdir, 0o777, True, True)  # what cannot be written fails before the work
+    from_rank_0(lambda: out.mkdir(parents=True, exist_ok=True))  # if it cannot be, before the work
     if args.samples:
         from_rank_0(Path(args.samples).touch)
     samples = []  # (name of a run, file of a task's requests)

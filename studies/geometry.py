@@ -45,15 +45,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
-from codes import binary_codes, gf2_rank, invertible_matrix, recode
+from codes import binary_codes, gf2, invertible_matrix, recode
 from device import pick_device, pick_dtype, refusals
 from evaluate import COLOURS, COUNTED, DECILES, STYLES, deciles, held_out_loss, table, token_counts
-from model import Transformer
+from model import InputLayer, Transformer
 from train import FREE, Config, accumulate_gradients, learning_rate, make_optimizer
 
 CPU = dict(d_model=128, n_layers=4, n_heads=4, d_ff=512, max_seq_len=256, max_updates=512,
@@ -97,23 +96,15 @@ def shuffled(config):
     return binary_codes(np.concatenate([[0], order])), 16 * config.vocab_size
 
 
-def wide_matrix(width, seed):
-    """A uniform draw of (width, 16) bits of rank 16, uint8; with width 16 that of gf2."""
-    generator = np.random.default_rng(seed)
-    while gf2_rank(matrix := generator.integers(0, 2, (width, 16))) < 16:
-        pass
-    return matrix.astype(np.uint8)
-
-
 def wide(config, width):
-    matrix = wide_matrix(width, config.seed)
-    return recode(binary_codes(np.arange(config.vocab_size)), matrix), matrix.size
+    """gf2 of this many bits, with another matrix for each seed."""
+    return gf2(config.vocab_size, 16, config.seed, matrix=None, offset=0, K=width), 16 * width
 
 
 def gf2_offset(config):
     """gf2 with b = A code(V), so that the zero code falls on V, the first number that is no id."""
     codes, bits = wide(config, 16)
-    b = recode(binary_codes(config.vocab_size), wide_matrix(16, config.seed))
+    b = recode(binary_codes(config.vocab_size), invertible_matrix(16, config.seed))
     return codes ^ b, bits + 16
 
 
@@ -181,11 +172,11 @@ def make_arms(config):
     return main, later
 
 
-class Input(nn.Module):
-    """model.InputLayer for any table (V, K), fixed or trained, K a divisor of d_model."""
+class Input(InputLayer):
+    """An InputLayer of any table (V, K), fixed or trained, K a divisor of d_model."""
 
     def __init__(self, values, trained, d_model):
-        super().__init__()
+        nn.Module.__init__(self)  # in place of a table that a config names
         self.zero_id = None
         self.tiles = d_model // values.shape[1]
         if trained:
@@ -193,9 +184,6 @@ class Input(nn.Module):
         else:
             self.register_buffer("weight", values, persistent=False)
             self.zero_id = next(iter((values == 0).all(dim=1).nonzero().flatten().tolist()), None)
-
-    def forward(self, ids):  # (B, T)
-        return F.embedding(ids, self.weight).repeat(1, 1, self.tiles)  # (B, T, d_model)
 
 
 def make_model(arm, config):

@@ -15,7 +15,7 @@ import geometry
 
 import shards
 import train
-from codes import code_table, gf2_rank
+from codes import binary_codes, code_table, gf2_rank, invertible_matrix, recode
 from model import load_checkpoint
 
 CONFIG = train.Config(vocab_size=300, d_model=32, n_layers=2, n_heads=2, d_ff=48, max_seq_len=16,
@@ -80,9 +80,11 @@ def test_no_two_ids_share_a_row_of_the_claimed_width(name):
 @pytest.mark.parametrize("width", [16, 17, 64, 256])
 def test_wide_codes_are_injective_and_span_as_much_as_the_ids(width, vocab_size):
     config = replace(CONFIG, vocab_size=vocab_size)
-    assert gf2_rank(geometry.wide_matrix(width, CONFIG.seed)) == 16
     codes, bits = geometry.wide(config, width)
     assert bits == 16 * width and set(np.unique(codes)) == {0, 1}
+    matrix = invertible_matrix(16, CONFIG.seed, rows=width)
+    assert gf2_rank(matrix) == 16
+    assert np.array_equal(codes, recode(binary_codes(np.arange(vocab_size)), matrix))
     assert len(np.unique(np.packbits(codes, axis=1), axis=0)) == vocab_size
     powers = 2 ** np.arange((vocab_size - 1).bit_length())
     assert gf2_rank(codes[powers]) == len(powers)
