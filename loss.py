@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-LOGITS_AT_ONCE = 2**26  # 256 MB in float32
+LOGITS_AT_ONCE = 2**25  # 128 MB in float32
 
 
 def chunks(hidden, targets, vocab_size):

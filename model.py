@@ -199,8 +199,7 @@ class Transformer(nn.Module):
             elif not parameter.is_meta:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = 0.02 / (2 * self.config.n_layers) ** 0.5 if into_residual else 0.02
-                generator = table if name == "input.weight" else backbone
-                parameter.normal_(0, std, generator=generator)
+                parameter.normal_(0, std, generator=table if name == "input.weight" else backbone)
 
     def hidden(self, ids, cache=None):
         """ids (B, T) -> what the head reads (B, T, d_model). `cache`: None, or a list per block."""
@@ -221,8 +220,7 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin, None if cache is None else cache[i])
-            if alive is not None:
-                x = x * alive
+            x = x if alive is None else x * alive
         return self.norm(x)
 
     def head_inputs(self, ids):
@@ -249,8 +247,11 @@ class Transformer(nn.Module):
         """Yield the next ids (B,), on the CPU, step by step after the prompt ids (B, T).
         temperature 0 takes the likeliest; top_k keeps so many; `generator` is of the CPU."""
         cache = [[] for _ in self.blocks]
+        # For one row a CPU makes one product on one core, but several products on all of them.
+        pieces = self.head.weight.unflatten(0, (1 if self.config.vocab_size % 64 else 64, -1))
         for _ in range(max_new_tokens):
-            logits = self.head(self.hidden(ids, cache)[:, -1]).float().cpu()  # (B, V)
+            last = self.hidden(ids, cache)[:, -1].T.expand(len(pieces), -1, -1)  # (n, d_model, B)
+            logits = (pieces @ last).flatten(0, 1).T.float().cpu()  # (B, V)
             if top_k is not None:
                 least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits[logits < least] = -torch.inf

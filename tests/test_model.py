@@ -479,10 +479,11 @@ def generated(model, ids, steps, **options):
     return torch.stack(list(model.generate(ids, steps, **options)), dim=1)
 
 
-@pytest.mark.parametrize("n_kv_heads", [None, 2])
+@pytest.mark.parametrize("n_kv_heads, vocab_size", [(None, V), (2, V), (None, 192)])
 @pytest.mark.parametrize("input_layer", INTERFACES)
-def test_generation_with_cache_equals_recomputation(input_layer, n_kv_heads, float64):
-    model = double(small(input_layer=input_layer, n_kv_heads=n_kv_heads), gain=3)
+def test_generation_with_cache_equals_recomputation(input_layer, n_kv_heads, vocab_size, float64):
+    shape = dict(n_kv_heads=n_kv_heads, vocab_size=vocab_size)  # 192: the head in 64 pieces
+    model = double(small(input_layer=input_layer, **shape), gain=3)
     prompts = random_ids(5, 4)
     prompts[0, 0] = prompts[1, :2] = prompts[2, 2] = 0
     expected = greedy(model, prompts, 20)
