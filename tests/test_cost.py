@@ -1,0 +1,262 @@
+"""The study of cost. Run with: python -m pytest tests/test_cost.py"""
+
+import json
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "studies"))
+
+import cost
+
+import train
+from model import Transformer
+
+CONFIG = train.Config(vocab_size=300, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96,
+                      max_seq_len=16, targets_per_update=128, micro_batch=4, norm_eps=0.1,
+                      device="cpu", dtype="float32", compile=False)  # fmt: skip
+INPUTS = ("learned", "binary16", "gf2", "wide32", "wide64")
+LAYER = 64 * (64 + 32 + 32)  # weights of the first q, k and v projections
+EVERY_ID = torch.arange(CONFIG.vocab_size)
+
+
+def make_model(name):
+    """A model in float64 whose norms are not all 1."""
+    model = Transformer(replace(CONFIG, input_layer=name)).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 2, generator=generator)
+    return model
+
+
+# ---------------- Counted
+
+
+def test_the_papers_counts():
+    found = {name: cost.count(train.Config(input_layer=name)) for name in cost.interfaces(2048)}
+    assert list(found) == ["learned", "binary16", "gf2", "wide2048"]
+    for name, counts in found.items():
+        learned = name == "learned"
+        assert counts["parameters"] == (1_812_039_680 if learned else 1_711_376_384)
+        assert counts["input"] == (100_663_296 if learned else 0)
+        assert counts["exchanged"] == 4 * counts["parameters"]
+        assert counts["code"] == dict(learned=0, wide2048=4 * 100_663_296).get(name, 4 * 786_432)
+    layer, attention = 3 * 2048**2, 24 * 2048**2
+    matrices = 1_711_376_384 - 49 * 2048  # the rest are norms
+    share = Fraction(layer, matrices + attention)
+    for counts in found.values():
+        assert counts["layer, of a pass"] == pytest.approx(float(share))
+        folded = share * Fraction(2048 - counts["K"], 2048)
+        assert counts["folding saves"] == pytest.approx(float(folded)) and folded < 0.007
+        assert counts["all q, k and v"] == 4 * 49_152 * 3 * 2048
+
+
+def test_the_widest_code_divides_the_width():
+    assert [cost.interfaces(width)[-1] for width in (256, 768, 96)] == ["wide256"] * 2 + ["wide32"]
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_bytes_are_those_of_a_real_checkpoint_and_of_real_tensors(name, tmp_path):
+    config = replace(CONFIG, input_layer=name, out_dir=str(tmp_path))
+    counts, model = cost.count(config), Transformer(config)
+    optimizer = train.make_optimizer(model, config)
+    model(EVERY_ID[None, :16], EVERY_ID[None, 1:17])[1].backward()
+    optimizer.step()
+    train.save_checkpoint(model, optimizer, config, 1, {})
+    parameters, step = list(model.parameters()), tmp_path / "step_00000001"
+    weights = (step / "model.safetensors").read_bytes()
+    stored = len(weights) - 8 - int.from_bytes(weights[:8], "little")  # less the header
+    state = torch.load(step / "training_state.pt", weights_only=True)["state"].values()
+    moments = sum(one[key].nbytes for one in state for key in ("exp_avg", "exp_avg_sq"))
+    assert len(state) == len(parameters) and moments == counts["moments"]
+    assert stored + moments == counts["checkpoint"]
+    for written, size in (("model.safetensors", stored), ("training_state.pt", moments)):
+        assert size < (step / written).stat().st_size < size + 20_000
+    gradients = sum(parameter.grad.nbytes for parameter in parameters)
+    assert gradients == stored == counts["exchanged"]
+    code = sum(buffer.nbytes for buffer in model.input.buffers())
+    assert code == counts["code"] and code == (name != "learned") * 4 * 300 * counts["K"]
+    assert counts["state"] == stored + gradients + moments + code
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_shares_are_those_of_counted_flops(name):
+    model, learned = make_model(name), make_model("learned")
+    counts, ids = cost.count(model.config), EVERY_ID[None, :16]
+    products = model.flops_per_target() / 6
+
+    def step(model):
+        return flops(lambda: model(ids, ids)[1].backward())
+
+    assert step(learned) == step(model)  # the gradient of the first norm's weight needs as much
+    for other in (learned, model):
+        other.blocks[0].attention_norm.weight.requires_grad_(False)
+    assert step(learned) - step(model) == (name != "learned") * 2 * LAYER * 16
+    x, F = model.input(ids).detach(), cost.fold(model)
+    plain = flops(lambda: cost.plain_qkv(model, x))
+    folded = flops(lambda: cost.folded_qkv(F, x[..., : F.shape[1]], 0.1))
+    assert plain == 2 * LAYER * 16 == pytest.approx(counts["layer, of a pass"] * 2 * products * 16)
+    assert plain - folded == pytest.approx(counts["folding saves"] * 2 * products * 16)
+
+
+# ---------------- Folding
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_folding_is_exact_on_every_id(name):
+    model = make_model(name)
+    K = dict(learned=64, wide32=32, wide64=64).get(name, 16)
+    folded = cost.fold(model)
+    assert folded.shape == (128, K)
+    found = cost.folded_qkv(folded, model.input.weight, CONFIG.norm_eps)  # (V, q + k + v)
+    expected = torch.cat(cost.plain_qkv(model, model.input(EVERY_ID[None]))[:3], dim=-1)[0]
+    assert found.shape == expected.shape == (300, 128)
+    error = (found - expected).norm(dim=1)
+    assert (error <= 1e-12 * expected.norm(dim=1)).all()
+    assert (expected[1:].norm(dim=1) > 0.01).all()
+    assert found[0].any() == (name == "learned")
+
+
+def test_the_plain_way_is_what_the_model_does():
+    model, seen = make_model("gf2"), {}
+    attention = model.blocks[0].attention
+    for part in ("q", "k", "v"):
+        getattr(attention, f"{part}_proj").register_forward_hook(
+            lambda module, inputs, output, part=part: seen.update({part: output})
+        )
+    model(EVERY_ID[None, :16])
+    expected = dict(seen)
+    found = cost.plain_qkv(model, model.input(EVERY_ID[None, :16]))
+    for part, values in zip(("q", "k", "v"), found, strict=True):
+        assert torch.equal(values, expected[part])
+
+
+def test_folding_serves_in_training():
+    model, ids = make_model("gf2"), EVERY_ID[None, :16]
+    block, slope = model.blocks[0], torch.randn(1, 16, 128, dtype=torch.float64)
+    weights = [matrix.weight for matrix in cost.first_projections(model)]
+    weights.append(block.attention_norm.weight)
+    plain = torch.cat(cost.plain_qkv(model, model.input(ids)), dim=-1)
+    folded = cost.folded_qkv(cost.fold(model), model.input.weight[ids], CONFIG.norm_eps)
+    gradients = [torch.autograd.grad((way * slope).sum(), weights) for way in (plain, folded)]
+    for expected, found in zip(*gradients, strict=True):
+        assert expected.norm() > 0.01
+        assert (found - expected).norm() < 1e-12 * expected.norm()
+
+
+# ---------------- Measured
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_only_the_input_layer_is_watched(name, monkeypatch):
+    model, events, spent = make_model(name), [], {"input forward": 0, "input backward": 0}
+
+    def clock():
+        events.append("clock")
+        return len(events)
+
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=clock))
+    cost.watch(model.input, spent, torch.device("cpu"))
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda *_: events.append("block"))
+    for parameter in block.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    for _ in range(2):
+        model(EVERY_ID[None, :16], EVERY_ID[None, :16])[1].backward()
+    backward = ["clock"] * 2 * (name == "learned")
+    assert events == (["clock", "clock", "block"] + ["gradient"] * 9 + backward) * 2
+    assert spent == {"input forward": 2, "input backward": len(backward)}
+
+
+def turns(scale):
+    """Two rounds of measurements, invented: whatever takes time takes `scale` times as long."""
+    step = dict(data=0.0, forward=3.0, backward=6.0, clip=1.0, optimizer=2.0, seconds=12.0,
+                peak_bytes=7e6) | {"input forward": 0.5, "input backward": 2.0}  # fmt: skip
+    seen = {"plain": 0.4, "folded": 0.1, "tabulated": 0.2, "pass": 4.0, "token": 0.5}
+    return [{key: [scale * value, 2 * scale * value] for key, value in figures.items()}
+            for figures in (step, seen)]  # fmt: skip
+
+
+def test_figures_come_turn_by_turn():
+    names, changes = cost.interfaces(256), dict(targets_per_update=1024)
+    made = {name: turns(scale) for name, scale in zip(names, (1, 0.5, 0.25, 2), strict=True)}
+    runs = {part: {name: made[name][i] for name in names} for i, part in enumerate(cost.PARTS)}
+    found = cost.summarise("smoke", changes, runs)
+    gf2 = found["gf2"]
+    assert gf2["step / learned"].tolist() == gf2["token / learned"].tolist() == [0.25, 0.25]
+    assert gf2["parameters / learned"] == 6_293_760 / 8_390_912
+    learned = found["learned"]
+    assert learned["full update"].tolist() == [4 * 9 + 3, 2 * (4 * 9 + 3)]  # 4,096 targets
+    assert learned["other forward"].tolist() == [2.5, 5]
+    assert learned["other backward"].tolist() == [4, 8]
+    assert learned["plain / folded"] == pytest.approx([4, 4])
+    assert learned["saved: folded"] == pytest.approx([0.075, 0.075])
+    assert learned["saved: tabulated"] == pytest.approx([0.05, 0.05])
+    page = "\n".join(cost.report("smoke", found, changes))
+    assert "measured with targets_per_update 1,024" in page and page.count("| gf2") == 4
+    assert "0.250 (0.250 to 0.250)" in page
+    bare = "\n".join(cost.report("smoke", cost.summarise("smoke", {}, {}), {}))
+    assert bare.count("| gf2") == 2 and "measured" not in bare
+
+
+def test_a_part_that_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
+    tiny = dict(vocab_size=300, d_model=32, n_layers=1, n_heads=2, d_ff=32, max_seq_len=16,
+                targets_per_update=128, micro_batch=4)  # fmt: skip
+    size = dict(rounds=2, new_tokens=4, shapes={"small": dict(targets_per_update=64)})
+    monkeypatch.setattr(cost, "recipe", lambda shape: tiny)
+    monkeypatch.setattr(cost, "interfaces", lambda width: ["learned", "wide32"])
+    monkeypatch.setitem(cost.SIZES, "smoke", size)
+    command, made, measure = ["--out", str(tmp_path)], [], cost.measure
+
+    def counted(shape, part, size):
+        made.append((shape, part))
+        return measure(shape, part, size)
+
+    monkeypatch.setattr(cost, "measure", counted)
+    cost.main(command)
+    runs, page = tmp_path / "runs", capsys.readouterr().out
+    before = {path: path.read_bytes() for path in runs.iterdir()}
+    assert {path.name for path in before} == {"small-training.json", "small-inference.json"}
+    assert page.count("| wide32") == 8  # two tables of each shape, and two that are measured
+    assert (tmp_path / "cost.md").read_text() in page
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "cost.json").read_text())["shapes"]
+    assert list(found) == list(cost.SHAPES) and "step" not in found["paper"]["learned"]
+    for name, figures in found["small"].items():
+        parts = [key for key in figures if key.startswith(("input ", "other "))]
+        whole = np.sum([figures[key] for key in [*parts, "clip", "AdamW"]], axis=0)
+        assert len(parts) == 4 and len(figures["token"]) == 2
+        assert (whole <= figures["step"]).all()
+        assert all(spent > 0 for part in parts for spent in figures[part]) == (name == "learned")
+    assert found["small"]["wide32"]["input backward"] == [0, 0]
+
+    cost.main(command)
+    assert made == [("small", "training"), ("small", "inference")]
+    (runs / "small-inference.json").rename(tmp_path / "taken")
+    again = json.loads((tmp_path / "taken").read_text())["turns"]
+    monkeypatch.setattr(cost, "measure", lambda shape, part, size: made.append(part) or again)
+    cost.main(command)
+    assert made[2:] == ["inference"]
+    assert {path: path.read_bytes() for path in runs.iterdir()} == before
+
+    monkeypatch.setitem(cost.SIZES, "smoke", size | dict(rounds=3))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cost.main(command)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "is of another size or machine; choose another --out" in error
