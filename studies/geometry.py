@@ -116,10 +116,10 @@ def gf2_live(config):
     return np.pad(codes, ((0, 0), (0, 16 - live))), matrix.size
 
 
-def signs(config, of):
-    """-1 and 1 in place of 0 and 1."""
+def signs(config, of, rms=1.0):
+    """-rms and rms in place of 0 and 1."""
     codes, bits = of(config)
-    return 2.0 * codes - 1, bits
+    return rms * (2.0 * codes - 1), bits
 
 
 def small(config, of):
@@ -157,9 +157,11 @@ def make_arms(config):
     }
     widths = [2**i for i in range(5, 17) if 2**i <= config.d_model]
     main |= {f"wide-{K}": Arm(partial(wide, width=K)) for K in widths}
-    main["wide-signs"] = Arm(partial(signs, of=partial(wide, width=config.d_model)))
+    widest = partial(wide, width=config.d_model)
+    main["wide-signs"] = Arm(partial(signs, of=widest))
+    main["wide-signs-small"] = Arm(partial(signs, of=widest, rms=0.02))
     main["binary16-small"] = Arm(partial(small, of=binary16))
-    main["wide-small"] = Arm(partial(small, of=partial(wide, width=config.d_model)))
+    main["wide-small"] = Arm(partial(small, of=widest))
     # The table's parameters given to the MLPs, where a unit of d_ff has 3 d_model in each block.
     larger = dict(d_ff=config.d_ff + round(config.vocab_size / (3 * config.n_layers)))
     later = {"binary16-matched": Arm(binary16, changes=larger)}

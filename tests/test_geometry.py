@@ -56,6 +56,7 @@ RMS = {
     "wide-32": 0.5**0.5,
     "binary16-signs": 1,
     "wide-signs": 1,
+    "wide-signs-small": 0.02,
 }
 
 
