@@ -79,8 +79,9 @@ def recipe(shape):
 
 def interfaces(d_model):
     """The paper's three, and the widest code that fits."""
-    widths = [int(name.removeprefix("wide")) for name in CODES if name.startswith("wide")]
-    return ["learned", "binary16", "gf2", f"wide{max(K for K in widths if d_model % K == 0)}"]
+    widths = [name.removeprefix("wide") for name in CODES if name.startswith("wide")]
+    fitting = [int(K) for K in widths if K.isdigit() and d_model % int(K) == 0]
+    return ["learned", "binary16", "gf2", f"wide{max(fitting)}"]
 
 
 def count(config):

@@ -8,25 +8,30 @@ Trains a small model for each interface and seed, with the seed's initial backbo
 looks at its residual, the input (depth 0) and what leaves each block, at six moments.
 
 *What can be read there.* Linear probes of the current id: its bits, the bits of its own fixed code,
-whether it is rarer than each decile of ids, and five classes of its text. A probe is a ridge
-regression on -1 and 1 with its threshold midway between the means of both classes. It learns on one
-half of the ids and is scored on the other, then the reverse, so that it cannot memorise ids. The
-score is balanced accuracy: 0.5 is chance. The control gives each id the labels of another id of its
-half; it must score 0.5. (What is uncorrelated over all ids scores a little less: a correlation by
-chance in one half is the reverse in the other.) Of each id there is one position, of held-out text.
+whether it is rarer than each decile of the ids at hand, and five classes of its text. A probe is a
+ridge regression on -1 and 1. It learns on one half of the ids and is scored on the other, then the
+reverse, so that it cannot memorise ids. The score is AUC, the share of pairs of a true and a false
+id that it puts in the right order: 0.5 is chance. The control gives each id the labels of another
+id of its half; it must score 0.5. (What is uncorrelated over all ids scores a little less: a
+correlation by chance in one half is the reverse in the other.) Of each id there is one position, of
+held-out text.
 
 *What it does*, in the trained model. By how much the held-out loss rises without a block; and
 whether the prediction goes to a donor: at the last position of a window the residual of one depth
 is replaced by that of another window, so that depth 0 is another token in the same context, and at
 the last depth the prediction is the donor's by construction. It is nearer if KL(donor | it) is
 below KL(own | it). It follows if its likeliest token is the donor's, where that is not the own one.
+At depth 0 both tell how much hangs on the last token.
 
 What it cannot show: a linear probe tells what can be read, not what is used, and to it a parity of
-bits is unreadable, so that the bits of the id are not in gf2 or a wide code. BPE ids are in order
-of merging: high bits tell of frequency, and low ones are nearly arbitrary, so that no model has a
-reason to show them. Some classes have few ids (ten digits, some seventy keywords). Models are small
-and early in their training. Intervals are Student's over seeds, which also draw a code's matrix.
-A finished run is one file under --out/runs and is not made again.
+bits is unreadable, so that the bits of the id are not in gf2 or a wide code. BPE ids begin with the
+bytes in order, and go on in order of merging: in binary16 digits and punctuation are neighbours,
+high bits tell of frequency, and low ones are nearly arbitrary, so that no model has a reason to
+show them. Some classes have few ids (ten digits, some seventy keywords), and few labels are harder
+to learn in more dimensions. A code begins 35 times larger than a learned table: what blocks add is
+smaller beside it, and the residual carries it along. Models are small and early in their training,
+at a learning rate that was not tuned. Intervals are Student's over seeds, which also draw a code's
+matrix. A finished run is one file under --out/runs and is not made again.
 """
 
 import argparse
@@ -43,10 +48,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from geometry import SIZES, fit, interval, read_runs
+from cost import interfaces
+from geometry import SIZES, fit, in_words, interval, read_runs
 
 import shards
-from codes import CODES, binary_codes
+from codes import binary_codes
 from device import pick_device, pick_dtype, refusals
 from evaluate import COUNTED, DECILES, table, token_counts
 from model import INPUT_LAYERS, Transformer
@@ -65,6 +71,8 @@ CLASSES = {  # of a token's text
 }
 COLUMNS = ("low bits", "high bits", "own code", "frequency", *CLASSES, "control", "effective rank",
            "anisotropy")  # fmt: skip
+MEASURED = ("moments", "ids", "nats", "rises", "nearer", "can", "follows")
+RUN = {"interface", "seed", "updates", *MEASURED}  # what the report takes of a run
 PICTURED = (*COLUMNS[:4], "classes", "effective rank")
 
 
@@ -107,23 +115,27 @@ def residuals(model, ids):
     return found
 
 
-def mean_where(values, members):
-    """The mean (L,) of values (n, L) over the members (n, L) of each column."""
-    return (values * members).sum(dim=0) / members.sum(dim=0)
+def right_order(values, labels):
+    """AUC (L,): the share of pairs of a true and a false row in which the true one has the greater
+    of values (n, L); equal ones count half."""
+    columns = values.T.contiguous()  # (L, n)
+    ordered, trues = columns.sort(dim=1).values, labels.sum(dim=0)
+    below, up_to = (torch.searchsorted(ordered, columns, right=right) for right in (False, True))
+    ranks = (below + up_to + 1).T / 2  # (n, L), from 1
+    pairs = trues * (len(values) - trues)
+    return ((ranks * labels).sum(dim=0) - trues * (trues + 1) / 2) / pairs
 
 
 def probe(x, labels, half):
-    """Balanced accuracy (L,) of linear probes for labels (n, L) from x (n, d_model), learned on
-    the positions in one half (n,) and scored on those in the other; the mean of both directions."""
+    """AUC (L,) of linear probes for labels (n, L) from x (n, d_model), learned on the positions in
+    one half (n,) and scored on those in the other; the mean of both directions."""
     scores = []
     for learn in (half, ~half):
         features = (x - x[learn].mean(dim=0)) / x[learn].std(dim=0).clamp(min=1e-9)
         known, targets = features[learn], 2 * labels[learn].to(x) - 1
         gram = known.T @ known + RIDGE * len(known) * torch.eye(x.shape[1], dtype=x.dtype)
         output = features @ torch.cholesky_solve(known.T @ targets, torch.linalg.cholesky(gram))
-        low, high = (mean_where(output[learn], part) for part in (~labels[learn], labels[learn]))
-        right = (output[~learn] > (low + high) / 2) == labels[~learn]
-        scores += [mean_where(right, part) for part in (~labels[~learn], labels[~learn])]
+        scores.append(right_order(output[~learn], labels[~learn]))
     return sum(scores) / len(scores)
 
 
@@ -162,17 +174,17 @@ def skip_rises(model, ids, targets):
 
 
 @torch.no_grad()
-def substitute(model, ids, shift=1):
+def substitute(model, ids):
     """Log-probabilities of what follows rows of ids (B, T): own (B, V), and for each depth with the
-    residual there, at the last position, replaced by that of the row `shift` rows before."""
+    residual there, at the last position, replaced by that of its donor, the row before."""
     found, T = residuals(model, ids), ids.shape[1]
     ends = [found[-1][:, -1].clone()]
     for depth, x in enumerate(found):
-        x[:, -1] = x[:, -1].roll(shift, dims=0)
+        x[:, -1] = x[:, -1].roll(1, dims=0)
         for block in model.blocks[depth:]:
             x = block(x, model.cos[:T], model.sin[:T])
         ends.append(x[:, -1])
-    own, *replaced = (model.head(model.norm(x)).log_softmax(dim=-1) for x in ends)
+    own, *replaced = (model.head(model.norm(x)).double().log_softmax(dim=-1) for x in ends)
     return own, torch.stack(replaced)  # (B, V), (n_layers + 1, B, V)
 
 
@@ -219,48 +231,48 @@ def over_seeds(values):
     return interval(values)
 
 
-def in_words(found):
-    """An interval as text."""
-    return f"{found['mean']:.3f}" + (f" ± {found['half']:.3f}" if found["half"] else "")
-
-
-def report(interfaces, setting):
+def report(results, setting):
     """All tables, as Markdown."""
     depths, rows, causes = range(setting["n_layers"] + 1), [], []
-    for name, found in interfaces.items():
+    say = partial(in_words, form=".3f")
+    for name, found in results.items():
         last = found["moments"][-1]
         for depth in depths:
-            cells = [in_words(last[what][depth]) if what in last else "" for what in COLUMNS]
-            rows.append([name, str(depth), *cells])
-        causes.append([name, f"{in_words(found['nats'])} nats, without block", "", ""])
-        causes[-1] += map(in_words, found["rises"])
+            cells = [say(last[what][depth]) if what in last else "" for what in COLUMNS]
+            rows.append([name, str(found["seeds"]), str(depth), *cells])
+        causes.append([name, f"rise of {say(found['nats'])} nats without block", "", ""])
+        causes[-1] += map(say, found["rises"])
         for what in ("nearer", "follows"):
             if what in found:
+                of = found["can"]["mean"] if what == "follows" else setting["eval_windows"]
                 low = [depth for depth in depths if found[what][depth]["mean"] <= 0.5]
-                causes.append([name, what, str(max(low, default=-1) + 1)])
-                causes[-1] += map(in_words, found[what])
+                causes.append([name, f"{what}, of {of:.0f}", str(max(low, default=-1) + 1)])
+                causes[-1] += map(say, found[what])
+    ids = min(found["ids"]["mean"] for found in results.values())
     yield (
         f"{setting['n_layers']} blocks of width {setting['d_model']}, V {setting['vocab_size']:,}, "
         f"{setting['max_updates'] * setting['targets_per_update']:,} targets: mean over seeds ± "
-        "half of its 95 % t-interval. Balanced accuracy of linear probes at each depth, 0 is the "
-        "input; exp of the entropy of normalised squared singular values; mean cosine of pairs."
+        "half of its 95 % t-interval. At each depth, where 0 is the input: AUC of linear probes; "
+        "the effective rank, exp of the entropy of normalised squared singular values; and the "
+        f"anisotropy, the mean cosine of all pairs; of {ids:,.0f} ids."
     )
-    yield table(["interface", "depth", *COLUMNS], rows)
+    yield table(["interface", "seeds", "depth", *COLUMNS], rows)
     yield (
-        "Loss, and its rise without each block. With a donor's residual at each depth the share "
-        "of predictions that are nearer to the donor's, and the share that follow it."
+        "By how much the loss rises without each block, counted from 1; and with a donor's "
+        "residual at each depth, counted from 0, the share of windows whose prediction is nearer "
+        "to the donor's, or follows it, and from which depth on that is more than half."
     )
     yield table(["interface", "what", "half from depth", *map(str, depths)], causes)
 
 
-def draw(interfaces, width, path):
+def draw(results, width, path):
     """Heat maps of depth against updates: PICTURED down, interfaces across."""
     from matplotlib.figure import Figure
 
-    shape = len(PICTURED), len(interfaces)
+    shape = len(PICTURED), len(results)
     figure = Figure(figsize=(4 * shape[1], 2.6 * shape[0]), layout="constrained")
     for row, what in zip(figure.subplots(*shape, squeeze=False), PICTURED, strict=True):
-        for axis, (name, found) in zip(row, interfaces.items(), strict=True):
+        for axis, (name, found) in zip(row, results.items(), strict=True):
             if what not in found["moments"][0]:
                 axis.set_axis_off()
                 continue
@@ -276,16 +288,19 @@ def draw(interfaces, width, path):
 
 
 def write_report(out, setting, records):
-    """formation.json, .md and .png of all runs; returns the Markdown."""
-    keys, interfaces = ("moments", "nats", "rises", "nearer", "follows"), {}
+    """formation.json, .md and .png of all runs; returns the Markdown. Raises ValueError where there
+    are none."""
+    results = {}
     for name in INPUT_LAYERS:
         if runs := [record for record in records if record["interface"] == name]:
-            interfaces[name] = over_seeds([{key: record[key] for key in keys} for record in runs])
-            interfaces[name] |= {"updates": runs[0]["updates"], "seeds": len(runs)}
-    text = "\n\n".join(report(interfaces, setting)) + "\n"
-    shards.write_json(out / "formation.json", dict(setting=setting, interfaces=interfaces))
+            results[name] = over_seeds([{key: record[key] for key in MEASURED} for record in runs])
+            results[name] |= {"updates": runs[0]["updates"], "seeds": len(runs)}
+    if not results:
+        raise ValueError("there is no run to report; give --seeds")
+    text = "\n\n".join(report(results, setting)) + "\n"
+    shards.write_json(out / "formation.json", dict(setting=setting, interfaces=results))
     shards.write_whole(out / "formation.md", text.encode())
-    draw(interfaces, setting["d_model"], out / "formation.png")
+    draw(results, setting["d_model"], out / "formation.png")
     return text
 
 
@@ -301,17 +316,18 @@ def sweep(args):
     setting = {key: value for key, value in asdict(base).items() if key not in varied}
     setting["data_sha256"] = shards.sha256(Path(args.data) / "meta.json")
     (runs := out / "runs").mkdir(parents=True, exist_ok=True)
-    made = {(record["interface"], record["seed"]) for record in read_runs(runs, setting)}
-    wide = [name for name in CODES if name[:4] == "wide" and base.d_model % int(name[4:]) == 0]
-    for seed in args.seeds:  # a sweep that is cut off has compared all interfaces at the first
-        interfaces = ("learned", "binary16", "gf2", wide[-1])
-        for name in [name for name in interfaces if (name, seed) not in made]:
+    made = {(record["interface"], record["seed"]) for record in read_runs(runs, setting, RUN)}
+    for seed in dict.fromkeys(args.seeds):  # one that is cut off has compared all at the first
+        for name in interfaces(base.d_model):
+            if (name, seed) in made:
+                continue
             config = replace(base, input_layer=name, seed=seed, init_seed=10 * seed, code_seed=seed)
             record = dict(interface=name, seed=seed, setting=setting) | run(config, device, dtype)
             shards.write_json(runs / f"{name}-seed{seed}.json", record)
             nats = record["nats"]
             print(f"{name} seed {seed}: {nats:.4f} nats, {record['seconds']:.0f} s", flush=True)
-        text = write_report(out, setting, read_runs(runs, setting))
+        write_report(out, setting, read_runs(runs, setting, RUN))
+    text = write_report(out, setting, read_runs(runs, setting, RUN))
     print(f"{text}\nWrote formation.json, formation.md and formation.png to {out}")
 
 
@@ -319,7 +335,8 @@ def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--size", default="smoke", choices=CHANGES)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default 0 1 2")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2],
+                        help="default 0 1 2; with none it only reports")
     parser.add_argument("--data", metavar="DIR", default="data/stdlib", help="see prepare.py")
     parser.add_argument("--out", metavar="DIR", help="default out/formation-<size>")
     args = parser.parse_args(argv)

@@ -67,6 +67,8 @@ SIZES = {  # eval_windows is of the loss at the end; 0 means all
 }  # fmt: skip
 CODE_RMS = 0.5**0.5  # of 0s and 1s in equal number
 CURVE_WINDOWS = 64  # held-out windows of the curve
+RUN = {"arm", "seed", "held_out", "decile_targets", "curve", "rms", "parameters", "input_bits",
+       "input_width", "backbone_hash"}  # what the report takes of a run  # fmt: skip
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 1 to 9 degrees
 
 
@@ -287,13 +289,16 @@ def interval(values):
     return dict(mean=float(np.mean(values)), half=half)
 
 
-def read_runs(folder, setting):
-    """All finished runs. Raises ValueError where one is of another size or of other data."""
+def read_runs(folder, setting, keys):
+    """All finished runs. Raises ValueError where one is of another size or of other data, or does
+    not hold these keys."""
     records = []
     for path in sorted(folder.glob("*.json")):
         records.append(record := shards.read_json(path))
         if record.get("setting") != setting:
             raise ValueError(f"{path} is of another size or other data; choose another --out")
+        if lacking := keys - record.keys():
+            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
     return records
 
 
@@ -331,9 +336,10 @@ def summarise(records, names):
     return arms
 
 
-def in_words(found):
+def in_words(found, form="+.4f"):
     """An interval as text."""
-    return f"{found['mean']:+.4f}" + (f" ± {found['half']:.4f}" if found["half"] else "")
+    half = "" if found["half"] is None else f" ± {found['half']:{form.lstrip('+')}}"
+    return f"{found['mean']:{form}}{half}"
 
 
 def report(arms, setting):
@@ -413,7 +419,7 @@ def draw(arms, main_arms, path):
 
 def write_report(out, setting, main_arms, names):
     """geometry.json, .md and .png from all runs under `out`; returns the Markdown."""
-    arms = summarise(read_runs(out / "runs", setting), names)
+    arms = summarise(read_runs(out / "runs", setting, RUN), names)
     text = "\n\n".join(report(arms, setting)) + "\n"
     shards.write_json(out / "geometry.json", dict(setting=setting, arms=arms))
     shards.write_whole(out / "geometry.md", text.encode())
@@ -440,8 +446,8 @@ def sweep(args):
     if unknown := [name for name in names if name not in every]:
         raise ValueError(f"there is no arm {unknown[0]}; take main, later or of {', '.join(every)}")
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    made = {(record["arm"], record["seed"]) for record in read_runs(out / "runs", setting)}
-    for seed in args.seeds:  # a sweep that is cut off has compared all arms at the first seeds
+    made = {(record["arm"], record["seed"]) for record in read_runs(out / "runs", setting, RUN)}
+    for seed in dict.fromkeys(args.seeds):  # one that is cut off has compared all at the first
         for name in dict.fromkeys(names):
             if (name, seed) in made:
                 continue

@@ -71,14 +71,14 @@ def test_a_probe_finds_what_is_linear_and_nothing_in_shuffled_labels():
     assert separable > 0.99 and few > 0.99 and abs(shuffled - 0.5) < 0.04
 
 
-def test_the_score_is_balanced_and_of_the_other_half():
+def test_the_score_is_of_the_other_half_and_counts_pairs():
     labels = torch.tensor([[True], [False], [False], [False]] * 50)
     half = torch.arange(200) < 100
     x = torch.where(labels, 1.0, -1.0).double()
     assert formation.probe(x, labels, half) == 1
     x[half] *= -1  # what one half teaches is wrong in the other
     assert formation.probe(x, labels, half) == 0
-    # One of three false labels looks true: (1 + 2/3) / 2, and not 3/4 of the positions.
+    # One of three false labels looks true: of three pairs one is a tie.
     x = torch.tensor([[1.0], [1], [-1], [-1]] * 50).double()
     assert formation.probe(x, labels, half).item() == pytest.approx(5 / 6)
 
@@ -185,17 +185,18 @@ def test_substitution_at_its_ends():
     for block in model.blocks:  # so that blocks matter
         block.attention.o_proj.weight.mul_(30)
         block.mlp.down_proj.weight.mul_(30)
-    plain = model(ids)[0][:, -1].log_softmax(dim=-1)
-    own, replaced = formation.substitute(model, ids, shift=0)  # each by itself
-    assert torch.allclose(own, plain, atol=1e-5)
-    assert all(torch.equal(own, other) for other in replaced)
+    plain = model(ids)[0][:, -1].log_softmax(dim=-1).double()
+    alike = ids[:1].expand(6, -1)  # each row's donor is its own like
+    own, replaced = formation.substitute(model, alike)
+    assert torch.allclose(own, plain[:1].expand(6, -1), atol=1e-5)
+    assert all(torch.allclose(own, other, atol=1e-5) for other in replaced)
 
     own, replaced = formation.substitute(model, ids)
     assert torch.allclose(own, plain, atol=1e-5) and len(replaced) == 3
     assert torch.equal(replaced[-1], own.roll(1, dims=0))
     swapped = ids.clone()  # at depth 0 it is the donor's token in the own context
     swapped[:, -1] = ids[:, -1].roll(1)
-    expected = model(swapped)[0][:, -1].log_softmax(dim=-1)
+    expected = model(swapped)[0][:, -1].log_softmax(dim=-1).double()
     assert torch.allclose(replaced[0], expected, atol=1e-5)
     assert (replaced[0] - replaced[-1]).abs().max() > 0.01
 
