@@ -13,21 +13,24 @@ Measured, for the shapes of a size: a training step and its parts, peak memory, 
 in float32, a forward pass, and its first norm and projections. Each interface has its own process,
 and in each round all take a turn; a ratio is of two turns of one round, and is shown as a median
 with its quartiles. binary16 and gf2 compute the same, so that what differs between them is noise.
-Steps are train.py's, not compiled, on ids drawn uniformly. `input backward` is from the gradient's
-arrival at the input layer until the table's gradient has it. On a CPU, memory is that of the
-process, some 0.4 GB of libraries included.
+All codes with a zero code also multiply the residual by a mask after each block, which learned does
+not. Steps are train.py's, not compiled, on ids drawn uniformly. `input backward` is from the
+gradient's arrival at the input layer until the table's gradient has it; on a GPU learned waits for
+the device there, which the codes do not. On a CPU, memory is that of the process, some 0.4 GB of
+libraries included.
 
-A size may make fewer targets in an update than the recipe, and fewer rows at a time. Clipping and
-AdamW then weigh more than they should. `full update` is computed: forward and backward as often as
-the recipe asks, clipping and AdamW once. That still overstates the table, whose backward pass costs
-nearly the same for a few rows as for many.
+A size may make fewer targets in an update than the recipe, of fewer and shorter rows. Clipping and
+AdamW then weigh more than they should, and attention less. `full update` is computed: forward and
+backward as often as the recipe asks, clipping and AdamW once. That still overstates the table,
+whose backward pass costs nearly the same for a few rows as for many. What is counted is always of
+the whole shape.
 
 Folding: a tiled code c of K numbers meets RMSNorm, of weight w, and then three matrices, stacked
 to W. The mean square of the tiles is that of c, so that exactly
 
-    W RMSNorm(tile(c)) = F c / sqrt(mean(c^2) + eps),    F = sum over tiles of W_tile diag(w_tile)
+    W RMSNorm(tile(c)) = M c / sqrt(mean(c^2) + eps),    M = sum over tiles of W_tile diag(w_tile)
 
-and K numbers in place of d_model are multiplied. F is linear in W, so that this serves in training
+and K numbers in place of d_model are multiplied. M is linear in W, so that this serves in training
 too; that is not measured. Unfolded, a fixed input spares a training step no product at all: the
 gradient of w needs the same ones as a table's. As q, k and v before rotation depend on the id
 alone, a table of V rows can also hold them for inference, whether the input is fixed or learned.
@@ -53,7 +56,7 @@ import bench
 
 import shards
 from codes import CODES
-from device import pick_device, pick_dtype, refusals
+from device import hold, pick_device, pick_dtype, refusals
 from evaluate import COLOURS, table
 from model import Transformer
 from train import Config, read_config_file
@@ -118,7 +121,7 @@ def plain_qkv(model, x):
 
 
 def fold(model):
-    """F: the first norm's weight and projections as one matrix on a code, (q + k + v, K)."""
+    """M: the first norm's weight and projections as one matrix on a code, (q + k + v, K)."""
     W = torch.cat([matrix.weight for matrix in first_projections(model)])  # (q + k + v, d_model)
     W = W * model.blocks[0].attention_norm.weight
     return W.unflatten(1, (model.input.tiles, -1)).sum(dim=1)
@@ -326,31 +329,37 @@ def draw(shapes, path):
 def study(args):
     """Measure what is missing, and write the report. Raises ValueError to refuse."""
     out, size, found = Path(args.out or f"out/cost-{args.size}"), SIZES[args.size], {}
-    now, runs = bench.circumstances(), {}
+    now, runs, held = bench.circumstances(), {}, hold(out)  # two at once would slow each other
     setting = dict(size=size, machine=now["machine"], torch=now["torch"])
-    (out / "runs").mkdir(parents=True, exist_ok=True)
-    for path in (out / "runs").glob("*.json"):
+    (out / "runs").mkdir(exist_ok=True)
+    for path in sorted((out / "runs").glob("*.json")):
         record = shards.read_json(path)
         if record.get("setting") != setting:
             raise ValueError(f"{path} is of another size or machine; choose another --out")
-        runs[record["shape"], record["part"]] = record["turns"]
+        if lacking := {"shape", "part", "turns", "circumstances"} - record.keys():
+            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
+        runs[record["shape"], record["part"]] = record
     for shape, part in itertools.product(size["shapes"], PARTS):
         if (shape, part) not in runs:
-            runs[shape, part] = measure(shape, part, size)
             record = dict(shape=shape, part=part, setting=setting, circumstances=now)
-            shards.write_json(out / "runs" / f"{shape}-{part}.json",
-                              record | dict(turns=runs[shape, part]))  # fmt: skip
+            runs[shape, part] = record | dict(turns=measure(shape, part, size))
+            shards.write_json(out / "runs" / f"{shape}-{part}.json", runs[shape, part])
             print(f"{shape}: {part} is measured", flush=True)
-    pages = [f"{now['machine']}, torch {now['torch']}, {now['date']}."]
+    held.close()
+    dates = sorted({record["circumstances"]["date"] for record in runs.values()})
+    pages = [f"{now['machine']}, torch {now['torch']}, {' and '.join(dates)}."]
     for shape in SHAPES:
-        made = {part: runs[shape, part] for part in PARTS if (shape, part) in runs}
+        made = {part: runs[shape, part]["turns"] for part in PARTS if (shape, part) in runs}
         changes = size["shapes"].get(shape, {})
         found[shape] = summarise(shape, changes, made)
         pages += report(shape, found[shape], changes)
     text = "\n\n".join(pages) + "\n"
     figures = {shape: {name: {key: np.asarray(value).tolist() for key, value in figures.items()}
                        for name, figures in found[shape].items()} for shape in found}  # fmt: skip
-    shards.write_json(out / "cost.json", dict(circumstances=now, size=size, shapes=figures))
+    circumstances = {f"{shape}-{part}": record["circumstances"]
+                     for (shape, part), record in runs.items()}  # fmt: skip
+    figures = dict(circumstances=circumstances, size=size, shapes=figures)
+    shards.write_json(out / "cost.json", figures)
     shards.write_whole(out / "cost.md", text.encode())
     draw(found, out / "cost.png")
     print(f"{text}\nWrote cost.json, cost.md and cost.png to {out}")

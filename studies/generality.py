@@ -8,22 +8,25 @@
 The base is the standard library in a BPE of 16,384 ids, read in windows of 256 tokens. Each other
 *variant* changes one of the three: another size of the vocabulary, another context, or English
 prose in place of code. A *gap* is the held-out loss of an input layer minus that of `learned` in
-the same variant at the same seed; its 95 % interval is Student's over seeds. At one seed all input
+the same variant at the same seed, and *beyond base* is how far it is from the gap of the base at
+that seed; the 95 % intervals are Student's over seeds. At one seed all input
 layers of a variant have the same initial backbone, bit for bit, and the same batches. The codes
 that have a matrix get another one for each seed.
 
 The larger a vocabulary, the more text is in a token, so that a nat per token means something else
 in each. Gaps are therefore compared in bits per byte of text, and all variants train on the same
-number of bytes: those with longer tokens make fewer updates. Which documents are held out is
-decided by their text alone, so that all variants of a corpus hold out the same. At the sizes cpu
-and gpu the loss is over all 1.5 MB of Python 3.11, but for an incomplete window at the end.
+number of bytes: those with longer tokens make fewer updates. (A shorter text is read more than
+once.) Which documents are held out is decided by their text alone, so that all variants of a corpus
+hold out the same. At the sizes cpu and gpu the loss is over all 1.5 MB of Python 3.11, but for an
+incomplete window at the end.
 
 Data folders are made where they are missing, under --data. The English text is yours, given as
 files or a folder that prepare.py reads, once; without it that variant is left out.
 
 What a size can show is whether the gap of a small model early in its training hangs on these
 three. It cannot show what is left of a gap after billions of tokens, and the smoke, which stays far
-above `unigram`, the loss of guessing by token frequency, shows only that all of it runs. A
+above `unigram`, the loss of guessing by the frequencies of as many tokens as a run is trained on,
+shows only that all of it runs. A
 vocabulary is changed with all that comes with it: with fewer than 2^15 + 1 ids the highest bits of
 binary16 are constant zeros (12 bits vary among 4,096 ids), and on the same text a larger table has
 fewer targets for each row. A context is changed at the same number of targets in an update, hence
@@ -51,7 +54,7 @@ from geometry import fit, in_words, interval, open_held_out
 import prepare
 import shards
 from device import pick_device, pick_dtype, refusals
-from evaluate import COLOURS, COUNTED, STYLES, held_out_loss, table, token_counts
+from evaluate import COLOURS, STYLES, held_out_loss, table, token_counts
 from model import INPUT_LAYERS, Transformer
 from train import FREE, Config
 
@@ -74,6 +77,7 @@ SIZES = {  # held_out_bytes is the most that the loss is measured on
                       targets_per_update=32_768, lr=1e-3),
 }  # fmt: skip
 VAL_SHARE = 0.05
+RUN = {"variant", "input_layer", "seed", "held_out", "backbone_hash", "parameters"}  # of a run
 VARIED = ("seed", "init_seed", "code_seed", "input_layer", *FREE)  # what is in no setting
 
 
@@ -118,19 +122,18 @@ def make_config(size, variant, folder, dtype, compile):
 
 
 def describe(corpus, config):
-    """What the report says of a variant, with the sources of its text, without their folders.
-    `unigram` is over all of the validation split."""
+    """What the report says of a variant, with the sources of its text, without their folders."""
     train, val = (shards.open_shards(config.data, split) for split in shards.SPLITS)
-    counts = token_counts(train, 0, min(train.tokens, COUNTED)) + 1
-    targets = token_counts(val, 1, val.tokens)
-    unigram = float(-np.log(counts / counts.sum()) @ targets / targets.sum())
-    windows = shards.validation_windows(val, config.max_seq_len, config.eval_windows)
+    seen = min(train.tokens, config.max_updates * config.targets_per_update)
+    counts, windows = token_counts(train, 0, seen) + 1, open_held_out(config)[1]
+    _, targets = shards.read_windows(val, windows, config.max_seq_len)
+    unigram = float(-np.log(counts / counts.sum())[targets].mean())
     sources = [entry | dict(source=Path(entry["source"]).name) for entry in val.meta["sources"]]
     return dict(corpus=corpus, vocab_size=config.vocab_size, context=config.max_seq_len,
                 updates=config.max_updates, targets=config.max_updates * config.targets_per_update,
                 train_bytes_per_token=train.bytes / train.tokens,
                 held_out_bytes_per_token=val.bytes / val.tokens,
-                held_out_targets=len(windows) * config.max_seq_len, unigram=dict(
+                held_out_targets=targets.numel(), unigram=dict(
                     nats=unigram, bits_per_byte=shards.bits_per_byte(unigram, val)),
                 sources=sources)  # fmt: skip
 
@@ -160,9 +163,11 @@ def read_runs(folder, settings):
     runs = {}
     for path in sorted(folder.glob("*.json")):
         record = shards.read_json(path)
-        if record.get("setting") != settings.get(record.get("variant"), {}):
+        if record.get("setting") != settings.get(str(record.get("variant")), {}):
             what = f"{path} is of another size or --lr, or of data that changed or are not at hand"
             raise ValueError(f"{what}; choose another --out")
+        if lacking := RUN - record.keys():
+            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
         runs[record["variant"], record["input_layer"], record["seed"]] = record
     return runs
 
@@ -184,7 +189,17 @@ def summarise(runs, name):
             losses = np.array([[run["held_out"][key] for run in pair] for pair in pairs])
             gaps = losses[:, 0] - losses[:, 1]
             layers[layer] |= {short: float(losses[:, 0].mean()), f"gap_{short}": interval(gaps)}
+        layers[layer]["gaps"] = dict(zip(layers[layer]["seeds"], gaps.tolist(), strict=True))
     return layers
+
+
+def compare(layers, base):
+    """Add "beyond_base" to the input layers of a variant: by how much more bits per byte they lose
+    than in the base, at the seeds that both have."""
+    for layer, found in layers.items():
+        theirs = base.get(layer, {}).get("gaps", {})
+        beyond = [gap - theirs[seed] for seed, gap in found["gaps"].items() if seed in theirs]
+        found["beyond_base"] = interval(beyond) if beyond else None
 
 
 def report(variants, size):
@@ -197,6 +212,7 @@ def report(variants, size):
     )
     header = ["variant", "corpus", "V", "context", "updates", "input layer", "seeds"]
     header += ["nats per token", "bits per byte", "gap, nats per token", "gap, bits per byte"]
+    header += ["beyond base, bits per byte"]
     rows = []
     for name, found in variants.items():
         start = [name, found["corpus"], f"{found['vocab_size']:,}", f"{found['context']:,}"]
@@ -204,7 +220,7 @@ def report(variants, size):
         for layer, losses in (("unigram", found["unigram"]), *found["input_layers"].items()):
             rows.append([*start, layer, str(len(losses.get("seeds", "")) or "")])
             rows[-1] += [f"{losses['nats']:.4f}", f"{losses['bits_per_byte']:.4f}"]
-            gaps = [losses.get(key) for key in ("gap_nats", "gap_bits_per_byte")]
+            gaps = [losses.get(key) for key in ("gap_nats", "gap_bits_per_byte", "beyond_base")]
             rows[-1] += ["" if gap is None else in_words(gap) for gap in gaps]
     yield table(header, rows)
 
@@ -236,7 +252,8 @@ def draw(variants, path):
         axis.grid(True, alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="bits per byte above learned", title="Gap, 95 % interval over seeds")
-    axes[0].legend(frameon=False)
+    if layers:
+        axes[0].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -248,6 +265,8 @@ def write_report(out, size, settings, facts):
     Raises ValueError where there is no run."""
     runs = read_runs(out / "runs", settings)
     summaries = {name: summarise(runs, name) for name in facts}
+    for layers in summaries.values():
+        compare(layers, summaries.get("base", {}))
     variants = {name: facts[name] | dict(input_layers=layers)
                 for name, layers in summaries.items() if layers}  # fmt: skip
     if not variants:
@@ -275,9 +294,12 @@ def sweep(args):
         setting = {k: value for k, value in asdict(configs[name]).items() if k not in VARIED}
         settings[name] = setting | dict(data_sha256=shards.sha256(folder / "meta.json"))
         facts[name] = describe(VARIANTS[name]["corpus"], configs[name])
+        for layer in layers:  # refuses what cannot be built before anything is trained
+            with torch.device("meta"):
+                Transformer(replace(configs[name], input_layer=layer))
     (out / "runs").mkdir(parents=True, exist_ok=True)
     made = read_runs(out / "runs", settings)
-    for seed in args.seeds:  # a sweep that is cut off has compared all variants at the first seeds
+    for seed in dict.fromkeys(args.seeds):  # one that is cut off has compared all at the first
         for name, config in configs.items():
             for layer in dict.fromkeys(["learned", *layers]):
                 if (name, layer, seed) in made:

@@ -253,6 +253,12 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
     assert made[2:] == ["inference"]
     assert {path: path.read_bytes() for path in runs.iterdir()} == before
 
+    old = json.loads((runs / "small-training.json").read_text())
+    old["circumstances"]["date"] = "2020-02-02"
+    (runs / "small-training.json").write_text(json.dumps(old))
+    cost.main(command)
+    assert "torch" in (tmp_path / "cost.md").read_text().split(", 2020-02-02 and ")[0]
+
     monkeypatch.setitem(cost.SIZES, "smoke", size | dict(rounds=3))
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

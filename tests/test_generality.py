@@ -145,8 +145,8 @@ def test_what_a_variant_is_described_by(configs, english):
     config = configs["english"]
     found = generality.describe("english", config)
     split, val = open_splits(config)
-    seen = split.read(0, split.tokens).tolist()
-    targets = val.read(1, val.tokens).tolist()
+    seen = split.read(0, min(split.tokens, config.max_updates * 64)).tolist()
+    targets = val.read(1, val.tokens)[: (val.tokens - 1) // 16 * 16].tolist()
     total = len(seen) + config.vocab_size
     nats = -sum(math.log((seen.count(t) + 1) / total) for t in targets) / len(targets)
     assert found["unigram"]["nats"] == pytest.approx(nats, rel=1e-12)
@@ -238,6 +238,8 @@ def test_a_sweep_goes_on_where_it_stopped_and_refuses_another(root, tmp_path, mo
     assert "is of another size or --lr, or of data that changed" in error
     error = refused([*command, "--input_layers", "wide3"], capsys)
     assert "there is no input layer wide3; take of learned, binary16" in error
+    error = refused([*command, "--seeds", "5", "--input_layers", "wide256"], capsys)
+    assert "d_model 32 is no multiple of the code width 256" in error and not made
     other = [*command[:2], "--out", str(tmp_path / "other"), "--seeds"]
     assert "there is no run of learned" in refused(other, capsys)
 
@@ -287,7 +289,9 @@ def test_unlike_backbones_are_refused():
 
 @pytest.mark.parametrize("changed", [dict(setting={}), dict(variant="other"), dict(variant=None)])
 def test_runs_of_another_setting_are_refused(tmp_path, changed):
-    found = dict(variant="base", input_layer="gf2", seed=0, setting=dict(lr=1))
+    found = dict.fromkeys(generality.RUN) | dict(
+        variant="base", input_layer="gf2", seed=0, setting=dict(lr=1), held_out=1
+    )
     shards.write_json(tmp_path / "a.json", found)
     settings = dict(base=dict(lr=1))
     assert list(generality.read_runs(tmp_path, settings)) == [("base", "gf2", 0)]
@@ -296,3 +300,26 @@ def test_runs_of_another_setting_are_refused(tmp_path, changed):
     shards.write_json(tmp_path / "a.json", found)
     with pytest.raises(ValueError, match="a.json is of another size or --lr"):
         generality.read_runs(tmp_path, settings)
+
+
+def test_a_run_that_lacks_a_figure_is_refused(tmp_path):
+    found = dict.fromkeys(generality.RUN - {"held_out"}) | dict(variant="base", setting=dict(lr=1))
+    shards.write_json(tmp_path / "a.json", found)
+    with pytest.raises(ValueError, match="a.json does not hold held_out; remove it"):
+        generality.read_runs(tmp_path, dict(base=dict(lr=1)))
+
+
+def test_how_far_a_gap_is_beyond_that_of_the_base_is_paired_by_seed():
+    base = generality.summarise(
+        runs_of(("learned", 0, 4.0), ("learned", 1, 5.0), ("gf2", 0, 4.2), ("gf2", 1, 5.4)), "base"
+    )
+    runs = runs_of(("learned", 0, 1.0), ("learned", 1, 2.0), name="english")
+    runs |= runs_of(("gf2", 0, 1.4), ("gf2", 1, 3.2), name="english")
+    runs |= runs_of(("binary16", 0, 1.4), name="english")
+    layers = generality.summarise(runs, "english")
+    generality.compare(layers, base)
+    # In bits per byte, half a nat here: 0.2 less 0.1, and 0.6 less 0.2.
+    found = layers["gf2"]["beyond_base"]
+    assert (found["mean"], found["half"]) == pytest.approx((0.25, 1.9059), rel=1e-4)
+    assert layers["learned"]["beyond_base"] == dict(mean=0, half=0)
+    assert layers["binary16"]["beyond_base"] is None
