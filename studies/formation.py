@@ -284,6 +284,7 @@ def draw(results, width, path):
                 axis.text(moment, depth, f"{mean:{form}}", ha="center", va="center", color=colour)
             axis.set_xticks(range(len(means)), found["updates"])
             axis.set(title=f"{name}: {what}", ylabel="depth", yticks=range(len(means[0])))
+            axis.set_xlabel("updates" if what == PICTURED[-1] else "")
     figure.savefig(path, dpi=110)
 
 
