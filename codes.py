@@ -142,7 +142,7 @@ def code_table(name, vocab_size, *, bits=16, seed=12345, matrix=None, offset=0):
 
 
 def print_page(table, matrix):
-    (V, K), codes = table.shape, table.astype(np.uint8)
+    (V, K), codes = table.shape, (table > 0).astype(np.uint8)
     words = np.packbits(np.pad(codes, ((0, 0), (0, -K % 64))), axis=1).view(np.uint64)
     print(f"{V:,} codes of {K} bits, {len(np.unique(words, axis=0)):,} of them distinct")
     if matrix is not None:
@@ -153,10 +153,10 @@ def print_page(table, matrix):
     for token_id, code in enumerate(codes[:8]):
         print(f"{token_id:6}  ", *code)
     print("\nOnes in a code: how many codes have n")
-    for n, count in enumerate(np.bincount(table.sum(axis=1).astype(int), minlength=K + 1)):
+    for n, count in enumerate(np.bincount(codes.sum(axis=1, dtype=int), minlength=K + 1)):
         print(f"{n:6} {count:9,}  {'#' * (200 * count // V)}")
     print("\nId with the zero code:", *np.flatnonzero(~table.any(axis=1)).tolist() or ["none"])
-    ones = table.sum(axis=0, dtype=np.int64)
+    ones = codes.sum(axis=0, dtype=np.int64)
     mean = 2 * (ones * (V - ones)).sum() / (V * (V - 1))
     nearest = min(np.bitwise_count(w ^ words[i:]).sum(1).min() for i, w in enumerate(words[:-1], 1))
     print(f"Hamming distance over all pairs of codes: minimum {nearest}, mean {mean:.4f}")

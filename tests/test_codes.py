@@ -315,6 +315,20 @@ def test_a_wide_code_is_linear_injective_and_spans_what_its_bits_allow(K):
         assert np.linalg.matrix_rank(table[some].astype(float)) == K
 
 
+def test_the_readme_adds_a_code(capsys, monkeypatch):
+    readme = (Path(codes.__file__).parent / "README.md").read_text()
+    example = readme.split("## Add an input layer")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr(codes, "CODES", dict(codes.CODES))
+    exec(example, vars(codes) | {"CODES": codes.CODES})
+    table = code_table("signs256", 2**16)
+    assert np.array_equal(np.unique(table), np.float32([-0.02, 0.02]))
+    assert np.array_equal(table > 0, code_table("wide256", 2**16) == 1)
+    codes.main(["--code", "signs256", "--vocab_size", "300"])
+    page = capsys.readouterr().out
+    assert "300 codes of 256 bits, 300 of them distinct" in page
+    assert "Id with the zero code: none" in page
+
+
 def test_a_wide_code_takes_a_tall_matrix_only():
     with pytest.raises(ValueError, match=r"has shape \(16, 16\); gf2 needs \(32, 16\)"):
         code_table("wide32", 64, matrix=np.eye(16))
