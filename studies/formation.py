@@ -69,8 +69,8 @@ CLASSES = {  # of a token's text
     "punctuation": lambda text: set() < set(text.strip(" ")) <= set(string.punctuation),
     "keyword": lambda text: keyword.iskeyword(text.strip(" ")),
 }
-COLUMNS = ("low bits", "high bits", "own code", "frequency", *CLASSES, "control", "effective rank",
-           "anisotropy")  # fmt: skip
+COLUMNS = ("low bits", "high bits", "own code", "frequency", *CLASSES, "classes", "control",
+           "effective rank", "anisotropy")  # classes is the mean of the five  # fmt: skip
 MEASURED = ("moments", "ids", "nats", "rises", "nearer", "can", "follows")
 RUN = {"interface", "seed", "updates", *MEASURED}  # what the report takes of a run
 PICTURED = (*COLUMNS[:4], "classes", "effective rank")
