@@ -1,7 +1,7 @@
 """What does the input table cost, and what does a fixed code allow that the table does not?
 
     python studies/cost.py                a smoke of about a minute
-    python studies/cost.py --size cpu     some eight minutes on two cores with nothing beside
+    python studies/cost.py --size cpu     five minutes on two cores with nothing beside
     python studies/cost.py --size gpu     configs/smoke.py and small.py; --size paper takes 120 GB
 
 Counted without running, for three shapes (configs/smoke.py, configs/small.py, the paper's):
