@@ -230,6 +230,16 @@ def test_one_seed_has_no_interval_and_three_have_that_of_student():
     assert (found["mean"], found["half"]) == pytest.approx((7 / 3, 3.79489), rel=1e-5)
 
 
+def test_a_run_that_lacks_a_figure_is_refused(tmp_path):
+    found = record("gf2", 0, 4.0) | dict(setting={})
+    shards.write_json(tmp_path / "gf2-seed0.json", found)
+    assert geometry.read_runs(tmp_path, {}, geometry.RUN) == [json.loads(json.dumps(found))]
+    del found["rms"]
+    shards.write_json(tmp_path / "gf2-seed0.json", found)
+    with pytest.raises(ValueError, match="gf2-seed0.json does not hold rms; remove it"):
+        geometry.read_runs(tmp_path, {}, geometry.RUN)
+
+
 def test_unlike_backbones_are_refused():
     runs = [record("learned", 0, 4.0), record("gf2", 0, 4.1, "b")]
     with pytest.raises(ValueError, match="gf2 and learned began with other backbones"):
