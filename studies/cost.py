@@ -53,6 +53,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bench
+from geometry import check_keys
 
 import shards
 from codes import CODES
@@ -336,8 +337,7 @@ def study(args):
         record = shards.read_json(path)
         if record.get("setting") != setting:
             raise ValueError(f"{path} is of another size or machine; choose another --out")
-        if lacking := {"shape", "part", "turns", "circumstances"} - record.keys():
-            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
+        check_keys(path, record, {"shape", "part", "turns", "circumstances"})
         runs[record["shape"], record["part"]] = record
     for shape, part in itertools.product(size["shapes"], PARTS):
         if (shape, part) not in runs:

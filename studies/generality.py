@@ -49,7 +49,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from geometry import fit, in_words, interval, open_held_out
+from geometry import check_keys, fit, in_words, interval, open_held_out
 
 import prepare
 import shards
@@ -166,8 +166,7 @@ def read_runs(folder, settings):
         if record.get("setting") != settings.get(str(record.get("variant")), {}):
             what = f"{path} is of another size or --lr, or of data that changed or are not at hand"
             raise ValueError(f"{what}; choose another --out")
-        if lacking := RUN - record.keys():
-            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
+        check_keys(path, record, RUN)
         runs[record["variant"], record["input_layer"], record["seed"]] = record
     return runs
 

@@ -289,6 +289,12 @@ def interval(values):
     return dict(mean=float(np.mean(values)), half=half)
 
 
+def check_keys(path, record, keys):
+    """Raises ValueError where a finished run does not hold what a report takes of it."""
+    if lacking := keys - record.keys():
+        raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
+
+
 def read_runs(folder, setting, keys):
     """All finished runs. Raises ValueError where one is of another size or of other data, or does
     not hold these keys."""
@@ -297,8 +303,7 @@ def read_runs(folder, setting, keys):
         records.append(record := shards.read_json(path))
         if record.get("setting") != setting:
             raise ValueError(f"{path} is of another size or other data; choose another --out")
-        if lacking := keys - record.keys():
-            raise ValueError(f"{path} does not hold {min(lacking)}; remove it to make it again")
+        check_keys(path, record, keys)
     return records
 
 
