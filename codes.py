@@ -1,7 +1,6 @@
 """Token id -> fixed code of bits. Nothing is learned; what does not fit is a ValueError.
 
-    python codes.py                                    a page about gf2, as the paper uses it
-    python codes.py --code binary16 --png codes.png    another code, with a picture
+    python codes.py    a page about gf2, as the paper uses it; --code names another, --png draws
 
 t, V       a token's id 0 <= t < V; the vocabulary size, 49,152 in the paper, at most 2^16
 code(t)    the K = 16 bits of t, bit 0 first (little-endian): code(6) = 0 1 1 0 0 ... 0
@@ -35,10 +34,9 @@ def ids_from_codes(codes):
 
 
 def zeros_and_ones(values):
-    values = np.asarray(values)
-    if not np.all((values == 0) | (values == 1)):
+    if not np.isin(values, (0, 1)).all():
         raise ValueError("a code or a matrix holds a value other than 0 and 1; give bits")
-    return values.astype(np.uint8)
+    return np.asarray(values, np.uint8)
 
 
 def gf2_rank(M):
@@ -72,11 +70,10 @@ def gf2_inverse(M):
 def invertible_matrix(bits, seed, rows=None):
     """A uniform draw from GL(bits, 2), uint8 (bits, bits); with more rows, from the matrices
     (rows, bits) of full column rank. How a seed draws is our choice."""
-    rows = rows or bits
-    if seed < 0 or not 1 <= bits <= rows:
+    if seed < 0 or not 1 <= bits <= (rows or bits):
         raise ValueError(f"seed is {seed} and bits is {bits}; give a seed >= 0 and bits >= 1")
     generator = np.random.default_rng(seed)
-    while gf2_rank(matrix := generator.integers(0, 2, (rows, bits))) < bits:
+    while gf2_rank(matrix := generator.integers(0, 2, (rows or bits, bits))) < bits:
         pass  # about 29 % of the square draws are invertible, and nearly all tall ones
     return matrix.astype(np.uint8)
 
@@ -117,16 +114,21 @@ def binary16(vocab_size, bits, seed, matrix, offset):
 
 
 def gf2(vocab_size, bits, seed, matrix, offset, K=None):
-    """The paper's recoded code: code'(t) = A code(t) + b. With K above `bits`, which is not the
-    paper's, A is (K, bits): the codes span more dimensions, and still no two are the same."""
+    """The paper's recoded code: code'(t) = A code(t) + b. With K, which is ours, A is (K, bits)."""
     matrix = invertible_matrix(bits, seed, K) if matrix is None else matrix
     if np.shape(matrix) != (K or bits, bits):
         raise ValueError(f"the matrix has shape {np.shape(matrix)}; gf2 needs {(K or bits, bits)}")
     return recode(binary_codes(np.arange(vocab_size), bits), matrix, offset)
 
 
+def signs(*args, K):
+    """Ours: K bits of gf2 as -0.02 and 0.02. They span K dimensions, and no two codes are the same;
+    they have no direction in common, and are as small as a learned table begins."""
+    return np.float32(0.04) * gf2(*args, K) - np.float32(0.02)
+
+
 CODES = {"binary16": binary16, "gf2": gf2}  # a new code: a function like these, and its name
-CODES |= {f"wide{K}": partial(gf2, K=K) for K in (32, 64, 128, 256, 512, 1024, 2048)}
+CODES |= {f"signs{K}": partial(signs, K=K) for K in (32, 64, 128, 256, 512, 1024, 2048)}
 
 
 def code_table(name, vocab_size, *, bits=16, seed=12345, matrix=None, offset=0):
@@ -156,8 +158,7 @@ def print_page(table, matrix):
     for n, count in enumerate(np.bincount(codes.sum(axis=1, dtype=int), minlength=K + 1)):
         print(f"{n:6} {count:9,}  {'#' * (200 * count // V)}")
     print("\nId with the zero code:", *np.flatnonzero(~table.any(axis=1)).tolist() or ["none"])
-    ones = codes.sum(axis=0, dtype=np.int64)
-    mean = 2 * (ones * (V - ones)).sum() / (V * (V - 1))
+    mean = 2 * V / (V - 1) * codes.var(axis=0).sum()  # two codes differ in a bit by its variance
     nearest = min(np.bitwise_count(w ^ words[i:]).sum(1).min() for i, w in enumerate(words[:-1], 1))
     print(f"Hamming distance over all pairs of codes: minimum {nearest}, mean {mean:.4f}")
 

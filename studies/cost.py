@@ -83,9 +83,9 @@ def recipe(shape):
 
 def interfaces(d_model):
     """The paper's three, and the widest code that fits."""
-    widths = [name.removeprefix("wide") for name in CODES if name.startswith("wide")]
+    widths = [name.removeprefix("signs") for name in CODES if name.startswith("signs")]
     fitting = [int(K) for K in widths if K.isdigit() and d_model % int(K) == 0]
-    return ["learned", "binary16", "gf2", f"wide{max(fitting)}"]
+    return ["learned", "binary16", "gf2", f"signs{max(fitting)}"]
 
 
 def count(config):

@@ -24,14 +24,14 @@ below KL(own | it). It follows if its likeliest token is the donor's, where that
 At depth 0 both tell how much hangs on the last token.
 
 What it cannot show: a linear probe tells what can be read, not what is used, and to it a parity of
-bits is unreadable, so that the bits of the id are not in gf2 or a wide code. BPE ids begin with the
+bits is unreadable, so that the bits of the id are not in gf2 or signs. BPE ids begin with the
 bytes in order, and go on in order of merging: in binary16 digits and punctuation are neighbours,
 high bits tell of frequency, and low ones are nearly arbitrary, so that no model has a reason to
 show them. Some classes have few ids (ten digits, some seventy keywords), and few labels are harder
-to learn in more dimensions. A code begins 35 times larger than a learned table: what blocks add is
-smaller beside it, and the residual carries it along. Models are small and early in their training,
-at a learning rate that was not tuned. Intervals are Student's over seeds, which also draw a code's
-matrix. A finished run is one file under --out/runs and is not made again.
+to learn in more dimensions. 0s and 1s begin 35 times larger than a learned table: what blocks add
+is smaller beside them, and the residual carries them along. Models are small and early in their
+training, at a learning rate that was not tuned. Intervals are Student's over seeds, which also draw
+a code's matrix. A finished run is one file under --out/runs and is not made again.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def make_questions(model, config, ids):
     counts = token_counts(train, 0, min(train.tokens, COUNTED))[present]
     labels["frequency"] = counts[:, None] < np.quantile(counts, np.arange(1, DECILES) / DECILES)
     if config.input_layer != "learned":
-        labels["own code"] = model.input.weight.cpu().numpy()[present] == 1
+        labels["own code"] = model.input.weight.cpu().numpy()[present] > 0
     names = np.repeat(list(labels), [group.shape[1] for group in labels.values()])
     labels, others = np.hstack(list(labels.values())), np.arange(len(present))
     half, varies = generator.permutation(len(present)) % 2 == 0, True

@@ -282,7 +282,7 @@ def sweep(args):
     """Make the runs that are missing, and the report. Raises ValueError to refuse."""
     out, size = Path(args.out or f"out/generality-{args.size}"), SIZES[args.size]
     size = size | dict(lr=size["lr"] if args.lr is None else args.lr)
-    layers = args.input_layers or ["binary16", f"wide{size['d_model']}"]
+    layers = args.input_layers or ["binary16", f"signs{size['d_model']}"]
     if unknown := [name for name in layers if name not in INPUT_LAYERS]:
         raise ValueError(f"there is no input layer {unknown[0]}; take of {', '.join(INPUT_LAYERS)}")
     dtype, _ = pick_dtype("auto", device := pick_device())
@@ -320,7 +320,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--size", default="smoke", choices=SIZES)
     parser.add_argument("--input_layers", nargs="+",
-                        help="beside learned; default binary16 and the code as wide as the model")
+                        help="beside learned; default binary16 and signs as wide as the model")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2],
                         help="default 0 1 2; with none it only reports")
     parser.add_argument("--data", metavar="DIR", default="data", help="where data folders are made")

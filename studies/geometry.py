@@ -14,7 +14,8 @@ interval is Student's over seeds.
 
 A *wide* code is gf2 with more bits: code'(t) = A code(t) with a random A of K x 16 bits and full
 column rank, so that no two ids share a code for any K >= 16. At K = 16 it is gf2, and at
-K = d_model nothing is tiled. It stores 16 K bits.
+K = d_model nothing is tiled. It stores 16 K bits. The arms *-signs write 0 and 1 as -1 and 1, the
+arms signs-* write those of a wide code as -0.02 and 0.02: the code `signs` of codes.py.
 
 All rows of a table of 0s and 1s share a direction, their mean, which a model can use at once as a
 bias. The arms *-shifted give that to gaussian rows, with the mean and the RMS of fair bits.
@@ -161,7 +162,8 @@ def make_arms(config):
     main |= {f"wide-{K}": Arm(partial(wide, width=K)) for K in widths}
     widest = partial(wide, width=config.d_model)
     main["wide-signs"] = Arm(partial(signs, of=widest))
-    main["wide-signs-small"] = Arm(partial(signs, of=widest, rms=0.02))
+    main |= {f"signs-{K}": Arm(partial(signs, of=partial(wide, width=K), rms=0.02))
+             for K in (16, *widths)}  # fmt: skip
     main["binary16-small"] = Arm(partial(small, of=binary16))
     main["wide-small"] = Arm(partial(small, of=widest))
     # The table's parameters given to the MLPs, where a unit of d_ff has 3 d_model in each block.
@@ -395,11 +397,14 @@ def draw(arms, main_arms, path):
     for i, name in enumerate(("learned", "gaussian-0.7")):
         if name in nats:
             middle.axhline(nats[name], color=COLOURS[i + 1], linestyle=STYLES[i + 1], label=name)
-    codes = [name for name, arm in arms.items() if name in ("gf2", f"wide-{arm['input_width']}")]
-    points = [(arms[n]["input_width"], nats[n], arms[n]["gap"]["half"] or 0) for n in codes]
-    if points:
-        widths, losses, halves = zip(*points, strict=True)
-        middle.errorbar(widths, losses, yerr=halves, label="random linear code", **dots)
+    for i, (kind, label) in enumerate((("wide", "bits, 0 and 1"), ("signs", "bits, ±0.02"))):
+        points = sorted((arm["input_width"], nats[name], arm["gap"]["half"] or 0)
+                        for name, arm in arms.items()
+                        if name.replace("gf2", "wide-16") == f"{kind}-{arm['input_width']}")
+        if points:
+            widths, losses, halves = zip(*points, strict=True)
+            look = dots | dict(color=COLOURS[3 * i], linestyle=STYLES[i])
+            middle.errorbar(widths, losses, yerr=halves, label=label, **look)
     middle.set_xscale("log", base=2)
     middle.xaxis.set_major_formatter(ScalarFormatter())
     middle.set(xlabel="K, bits of the code", ylabel="nats per token", title="Loss against width")

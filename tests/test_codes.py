@@ -300,16 +300,20 @@ def test_the_papers_tables():
 
 
 @pytest.mark.parametrize("K", [32, 64, 128, 256, 512, 1024, 2048])
-def test_a_wide_code_is_linear_injective_and_spans_what_its_bits_allow(K):
-    table = code_table(f"wide{K}", 2**16, seed=5).astype(np.uint8)
-    assert table.shape == (2**16, K)
-    assert len(np.unique(np.packbits(table, axis=1), axis=0)) == 2**16
-    assert not table[0].any()
+def test_signs_are_linear_injective_and_span_what_their_bits_allow(K):
+    table = code_table(f"signs{K}", 2**16, seed=5)
+    assert table.shape == (2**16, K) and table.dtype == np.float32
+    assert np.array_equal(np.unique(table), np.float32([-0.02, 0.02]))
+    bits = (table > 0).astype(np.uint8)
+    assert len(np.unique(np.packbits(bits, axis=1), axis=0)) == 2**16
+    assert not bits[0].any()
     for bit in range(16):
-        assert np.array_equal(table[ALL_IDS ^ 1 << bit], table ^ table[1 << bit])
-    matrix = table[2 ** np.arange(16)].T  # the code of a single bit is a column of A
+        assert np.array_equal(bits[ALL_IDS ^ 1 << bit], bits ^ bits[1 << bit])
+    matrix = bits[2 ** np.arange(16)].T  # the bits of a single one are a column of A
     assert np.array_equal(matrix, invertible_matrix(16, 5, K)) and gf2_rank(matrix) == 16
-    assert np.array_equal(table, code_table(f"wide{K}", 2**16, matrix=matrix))
+    assert np.array_equal(table, code_table(f"signs{K}", 2**16, matrix=matrix))
+    offset = code_table(f"signs{K}", 2**16, seed=5, offset=6)
+    assert np.array_equal(np.flatnonzero((offset != table).any(axis=0)), [1, 2])
     if K <= 256:  # over the reals, as the model sees them, the codes span all K dimensions
         some = np.random.default_rng(0).permutation(2**16)[: 4 * K]
         assert np.linalg.matrix_rank(table[some].astype(float)) == K
@@ -320,18 +324,25 @@ def test_the_readme_adds_a_code(capsys, monkeypatch):
     example = readme.split("## Add an input layer")[1].split("```python\n")[1].split("```")[0]
     monkeypatch.setattr(codes, "CODES", dict(codes.CODES))
     exec(example, vars(codes) | {"CODES": codes.CODES})
-    table = code_table("signs256", 2**16)
-    assert np.array_equal(np.unique(table), np.float32([-0.02, 0.02]))
-    assert np.array_equal(table > 0, code_table("wide256", 2**16) == 1)
+    table = code_table("gray", 2**16)
+    assert np.array_equal(ids_from_codes(table), ALL_IDS ^ ALL_IDS >> 1)
+    assert ((table[1:] != table[:-1]).sum(axis=1) == 1).all()
+    with pytest.raises(ValueError, match="has neither matrix nor offset"):
+        code_table("gray", 64, offset=1)
+    codes.main(["--code", "gray", "--vocab_size", "300"])
+    assert "300 codes of 16 bits, 300 of them distinct" in capsys.readouterr().out
+
+
+def test_the_page_of_signs(capsys):
     codes.main(["--code", "signs256", "--vocab_size", "300"])
     page = capsys.readouterr().out
     assert "300 codes of 256 bits, 300 of them distinct" in page
     assert "Id with the zero code: none" in page
 
 
-def test_a_wide_code_takes_a_tall_matrix_only():
+def test_signs_take_a_tall_matrix_only():
     with pytest.raises(ValueError, match=r"has shape \(16, 16\); gf2 needs \(32, 16\)"):
-        code_table("wide32", 64, matrix=np.eye(16))
+        code_table("signs32", 64, matrix=np.eye(16))
 
 
 def test_a_table_takes_its_seed_matrix_and_offset():
@@ -376,7 +387,7 @@ def test_a_matrix_that_is_not_in_gl_is_refused():
 
 
 def test_an_unknown_code_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="there is no code 'gf3'; choose from binary16, gf2, w"):
+    with pytest.raises(ValueError, match="there is no code 'gf3'; choose from binary16, gf2, s"):
         code_table("gf3", 64)
 
 

@@ -14,7 +14,7 @@ from train import make_config, micro_steps
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPER = {"learned": 1_812_039_680, "binary16": 1_711_376_384, "gf2": 1_711_376_384}
 FILES = sorted(path.stem for path in CONFIGS.glob("*.py"))
-OVERLAYS = [name for name in FILES if name not in (*PAPER, "wide")]
+OVERLAYS = [name for name in FILES if name not in (*PAPER, "signs")]
 
 
 def config_of(*names):
@@ -27,7 +27,7 @@ def build(config):
 
 
 def test_the_files_are_the_ones_meant():
-    assert {*PAPER, "wide", "smoke", "small"} <= set(FILES)
+    assert {*PAPER, "signs", "smoke", "small"} <= set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -70,12 +70,12 @@ def test_paper_configs_differ_in_the_line_of_the_input_layer_alone():
         assert f'input_layer = "{other}"' in changed[1]
 
 
-def test_the_wide_code_is_the_papers_run_but_for_its_input():
-    wide, gf2 = config_of("wide"), config_of("gf2")
-    assert build(wide).parameter_counts() == build(gf2).parameter_counts()
-    assert build(wide).input.tiles == 1
-    wide.input_layer, wide.out_dir = gf2.input_layer, gf2.out_dir
-    assert wide == gf2
+def test_signs_is_the_papers_run_but_for_its_input():
+    signs, gf2 = config_of("signs"), config_of("gf2")
+    assert build(signs).parameter_counts() == build(gf2).parameter_counts()
+    assert build(signs).input.tiles == 1
+    signs.input_layer, signs.out_dir = gf2.input_layer, gf2.out_dir
+    assert signs == gf2
 
 
 def numbers_in(text):

@@ -92,7 +92,7 @@ INTERFACES = [
     dict(input_layer="learned", n_kv_heads=2),
     dict(input_layer="binary16"),
     dict(input_layer="gf2", n_kv_heads=1, code_offset=7),
-    dict(input_layer="wide32"),
+    dict(input_layer="signs32"),
 ]
 
 

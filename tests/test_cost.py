@@ -22,7 +22,7 @@ from model import Transformer
 CONFIG = train.Config(vocab_size=300, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96,
                       max_seq_len=16, targets_per_update=128, micro_batch=4, norm_eps=0.1,
                       device="cpu", dtype="float32", compile=False)  # fmt: skip
-INPUTS = ("learned", "binary16", "gf2", "wide32", "wide64")
+INPUTS = ("learned", "binary16", "gf2", "signs32", "signs64")
 LAYER = 64 * (64 + 32 + 32)  # weights of the first q, k and v projections
 EVERY_ID = torch.arange(CONFIG.vocab_size)
 
@@ -42,13 +42,13 @@ def make_model(name):
 
 def test_the_papers_counts():
     found = {name: cost.count(train.Config(input_layer=name)) for name in cost.interfaces(2048)}
-    assert list(found) == ["learned", "binary16", "gf2", "wide2048"]
+    assert list(found) == ["learned", "binary16", "gf2", "signs2048"]
     for name, counts in found.items():
         learned = name == "learned"
         assert counts["parameters"] == (1_812_039_680 if learned else 1_711_376_384)
         assert counts["input"] == (100_663_296 if learned else 0)
         assert counts["exchanged"] == 4 * counts["parameters"]
-        assert counts["code"] == dict(learned=0, wide2048=4 * 100_663_296).get(name, 4 * 786_432)
+        assert counts["code"] == dict(learned=0, signs2048=4 * 100_663_296).get(name, 4 * 786_432)
     layer, attention = 3 * 2048**2, 24 * 2048**2
     matrices = 1_711_376_384 - 49 * 2048  # the rest are norms
     share = Fraction(layer, matrices + attention)
@@ -60,7 +60,8 @@ def test_the_papers_counts():
 
 
 def test_the_widest_code_divides_the_width():
-    assert [cost.interfaces(width)[-1] for width in (256, 768, 96)] == ["wide256"] * 2 + ["wide32"]
+    widest = [cost.interfaces(width)[-1] for width in (256, 768, 96)]
+    assert widest == ["signs256", "signs256", "signs32"]
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -119,7 +120,7 @@ def test_the_shares_are_those_of_counted_flops(name):
 @pytest.mark.parametrize("name", INPUTS)
 def test_folding_is_exact_on_every_id(name):
     model = make_model(name)
-    K = dict(learned=64, wide32=32, wide64=64).get(name, 16)
+    K = dict(learned=64, signs32=32, signs64=64).get(name, 16)
     folded = cost.fold(model)
     assert folded.shape == (128, K)
     found = cost.folded_qkv(folded, model.input.weight, CONFIG.norm_eps)  # (V, q + k + v)
@@ -128,7 +129,7 @@ def test_folding_is_exact_on_every_id(name):
     error = (found - expected).norm(dim=1)
     assert (error <= 1e-12 * expected.norm(dim=1)).all()
     assert (expected[1:].norm(dim=1) > 0.01).all()
-    assert found[0].any() == (name == "learned")
+    assert found[0].any() == (name not in ("binary16", "gf2"))  # which have the zero code
 
 
 def test_the_plain_way_is_what_the_model_does():
@@ -218,7 +219,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
                 targets_per_update=128, micro_batch=4)  # fmt: skip
     size = dict(rounds=2, new_tokens=4, shapes={"small": dict(targets_per_update=64)})
     monkeypatch.setattr(cost, "recipe", lambda shape: tiny)
-    monkeypatch.setattr(cost, "interfaces", lambda width: ["learned", "wide32"])
+    monkeypatch.setattr(cost, "interfaces", lambda width: ["learned", "signs32"])
     monkeypatch.setitem(cost.SIZES, "smoke", size)
     command, made, measure = ["--out", str(tmp_path)], [], cost.measure
 
@@ -231,7 +232,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
     runs, page = tmp_path / "runs", capsys.readouterr().out
     before = {path: path.read_bytes() for path in runs.iterdir()}
     assert {path.name for path in before} == {"small-training.json", "small-inference.json"}
-    assert page.count("| wide32") == 8  # two tables of each shape, and two that are measured
+    assert page.count("| signs32") == 8  # two tables of each shape, and two that are measured
     assert (tmp_path / "cost.md").read_text() in page
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "cost.json").read_text())["shapes"]
@@ -242,7 +243,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
         assert len(parts) == 4 and len(figures["token"]) == 2
         assert (whole <= figures["step"]).all()
         assert all(spent > 0 for part in parts for spent in figures[part]) == (name == "learned")
-    assert found["small"]["wide32"]["input backward"] == [0, 0]
+    assert found["small"]["signs32"]["input backward"] == [0, 0]
 
     cost.main(command)
     assert made == [("small", "training"), ("small", "inference")]

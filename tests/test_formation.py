@@ -128,16 +128,17 @@ def test_no_id_is_in_both_halves_and_all_interfaces_are_asked_the_same(data):
 
 
 def test_the_input_of_a_code_shows_its_own_bits_and_no_parity(data):
-    for name in ("binary16", "gf2", "wide32"):
+    for name in ("binary16", "gf2", "signs32"):
         model, ids, *asked = questions(data, name)
         found = formation.measure(model, ids, *asked)
         assert found["own code"][0] == 1
         assert abs(found["control"][0] - 0.5) < 0.05
         for part in ("low bits", "high bits"):
             assert found[part][0] == 1 if name == "binary16" else found[part][0] < 0.6
-        assert found["anisotropy"][0] == pytest.approx(0.5, abs=0.1)
+        common = 0 if name == "signs32" else 0.5  # of 0s and 1s, their mean
+        assert found["anisotropy"][0] == pytest.approx(common, abs=0.1)
         # Zeros and ones as often as each other in independent columns: as many dimensions.
-        bits = {"binary16": 9, "gf2": 16, "wide32": 32}[name]
+        bits = {"binary16": 9, "gf2": 16, "signs32": 32}[name]
         assert bits * 0.9 < found["effective rank"][0] <= bits + 1e-9
         assert all(len(values) == 3 for values in found.values())
 
@@ -237,7 +238,7 @@ def test_a_run_that_is_there_is_not_made_again(data, tmp_path, monkeypatch, caps
     monkeypatch.setattr(formation, "run", counted)
     formation.main([*command, "--seeds", "0"])
     before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
-    names = ["learned", "binary16", "gf2", "wide32"]
+    names = ["learned", "binary16", "gf2", "signs32"]
     assert {path.name for path in before} == {f"{name}-seed0.json" for name in names}
     formation.main([*command, "--seeds", "0", "1"])
     assert made == [(name, seed) for seed in (0, 1) for name in names]
@@ -250,7 +251,7 @@ def test_a_run_that_is_there_is_not_made_again(data, tmp_path, monkeypatch, caps
     assert record["updates"] == [0, 1, 2, 4, 8] and len(record["moments"]) == 5
     assert len(record["rises"]) == 1 and record["nearer"][-1] == 1 and record["ids"] > 400
     page = (tmp_path / "formation.md").read_text()
-    assert page.strip() in capsys.readouterr().out and "| wide32 " in page
+    assert page.strip() in capsys.readouterr().out and "| signs32 " in page
     found = json.loads((tmp_path / "formation.json").read_text(), parse_constant=refuse)
     bits = found["interfaces"]["binary16"]["moments"][0]["low bits"]
     assert bits[0] == dict(mean=1, half=0) and len(bits) == 2

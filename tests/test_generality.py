@@ -99,7 +99,7 @@ def test_a_variant_changes_one_thing_and_fits_into_an_update(size):
         assert sum(variant[key] != base[key] for key in base) == 1
     for variant in REAL.values():
         assert REAL_SIZES[size]["targets_per_update"] % variant["max_seq_len"] == 0
-    assert f"wide{REAL_SIZES[size]['d_model']}" in INPUT_LAYERS
+    assert f"signs{REAL_SIZES[size]['d_model']}" in INPUT_LAYERS
 
 
 def test_all_variants_train_on_the_same_bytes(configs):
@@ -160,18 +160,18 @@ def test_input_layers_of_a_seed_begin_alike_and_differ_by_their_input(configs):
     hashes = {}
     for name, config in configs.items():
         for seed in (0, 1):
-            for layer in ("learned", "binary16", "wide32"):
+            for layer in ("learned", "binary16", "signs32"):
                 changed = replace(config, input_layer=layer, init_seed=10 * seed, code_seed=seed)
                 model = Transformer(changed)
                 hashes.setdefault((name, seed), set()).add(model.backbone_hash())
     assert all(len(found) == 1 for found in hashes.values())
     assert hashes["base", 0] != hashes["base", 1] and hashes["base", 0] != hashes["vocab-400", 0]
-    tables = [Transformer(replace(configs["base"], input_layer="wide32", code_seed=seed)).input
+    tables = [Transformer(replace(configs["base"], input_layer="signs32", code_seed=seed)).input
               for seed in (0, 1)]  # fmt: skip
     assert not torch.equal(tables[0].weight, tables[1].weight)
 
 
-@pytest.mark.parametrize("layer", ["learned", "wide32"])
+@pytest.mark.parametrize("layer", ["learned", "signs32"])
 def test_a_run_is_that_of_train_and_bits_per_byte_are_of_its_text(configs, tmp_path, layer):
     config = replace(configs["vocab-400"], input_layer=layer, out_dir=str(tmp_path / "run"),
                      device="cpu", eval_interval=100, save_interval=100)  # fmt: skip
@@ -196,7 +196,7 @@ def test_a_sweep_goes_on_where_it_stopped_and_refuses_another(root, tmp_path, mo
     monkeypatch.setattr(generality, "run", counted)
     command = ["--data", str(root), "--out", str(tmp_path)]
     generality.main([*command, "--seeds", "0"])
-    layers = ("learned", "binary16", "wide32")
+    layers = ("learned", "binary16", "signs32")
     folders = [f"{v['corpus']}-{v['vocab_size']}" for v in VARIANTS.values()]
     places = list(zip(folders, (16, 16, 8, 16), strict=True))
     assert made == [(*place, layer, 0) for place in places for layer in layers]
@@ -215,7 +215,7 @@ def test_a_sweep_goes_on_where_it_stopped_and_refuses_another(root, tmp_path, mo
     assert list(found) == list(VARIANTS)
     figures = found["base"]["input_layers"]
     assert {name: f["seeds"] for name, f in figures.items()} == {
-        "learned": [0, 1], "binary16": [0, 1], "gf2": [0, 1], "wide32": [0]
+        "learned": [0, 1], "binary16": [0, 1], "gf2": [0, 1], "signs32": [0]
     }  # fmt: skip
     assert figures["learned"]["gap_nats"] == dict(mean=0, half=0)
     assert figures["learned"]["parameters"]["input"] == 300 * 32
@@ -227,7 +227,7 @@ def test_a_sweep_goes_on_where_it_stopped_and_refuses_another(root, tmp_path, mo
         hashes.setdefault((record["variant"], record["seed"]), set()).add(record["backbone_hash"])
     assert len(hashes) == 8 and all(len(same) == 1 for same in hashes.values())
     page = (tmp_path / "generality.md").read_text()
-    assert page.count(" unigram |") == page.count(" wide32 |") == page.count(" gf2 |") == 4
+    assert page.count(" unigram |") == page.count(" signs32 |") == page.count(" gf2 |") == 4
     assert (tmp_path / "generality.png").read_bytes().startswith(b"\x89PNG")
 
     capsys.readouterr()
@@ -236,9 +236,9 @@ def test_a_sweep_goes_on_where_it_stopped_and_refuses_another(root, tmp_path, mo
     assert page in capsys.readouterr().out and not made
     error = refused([*command, "--lr", "0.1"], capsys)
     assert "is of another size or --lr, or of data that changed" in error
-    error = refused([*command, "--input_layers", "wide3"], capsys)
-    assert "there is no input layer wide3; take of learned, binary16" in error
-    error = refused([*command, "--seeds", "5", "--input_layers", "wide256"], capsys)
+    error = refused([*command, "--input_layers", "signs3"], capsys)
+    assert "there is no input layer signs3; take of learned, binary16" in error
+    error = refused([*command, "--seeds", "5", "--input_layers", "signs256"], capsys)
     assert "d_model 32 is no multiple of the code width 256" in error and not made
     other = [*command[:2], "--out", str(tmp_path / "other"), "--seeds"]
     assert "there is no run of learned" in refused(other, capsys)

@@ -56,7 +56,8 @@ RMS = {
     "wide-32": 0.5**0.5,
     "binary16-signs": 1,
     "wide-signs": 1,
-    "wide-signs-small": 0.02,
+    "signs-16": 0.02,
+    "signs-32": 0.02,
 }
 
 
@@ -72,7 +73,7 @@ def test_no_two_ids_share_a_row_of_the_claimed_width(name):
     width = 16 if "16" in name or "gf2" in name else 32
     assert values.shape == (CONFIG.vocab_size, width)
     assert len(np.unique(values, axis=0)) == CONFIG.vocab_size
-    if "gf2" in name or "wide" in name:
+    if "gf2" in name or "wide" in name or name.startswith("signs"):
         live = {"gf2-live": 9 * 9, "gf2-offset": 17 * 16}
         assert bits == live.get(name.split("@")[0], 16 * width)
 
@@ -95,6 +96,8 @@ def test_sixteen_wide_is_gf2_with_another_matrix_for_each_seed():
     tables = [geometry.wide(replace(CONFIG, seed=seed), 16)[0] for seed in range(4)]
     for seed, codes in enumerate(tables):
         assert np.array_equal(codes, code_table("gf2", CONFIG.vocab_size, seed=seed))
+        arm = numbers("signs-32", replace(CONFIG, seed=seed))[0].astype(np.float32)
+        assert np.array_equal(arm, code_table("signs32", CONFIG.vocab_size, seed=seed))
     assert len({codes.tobytes() for codes in tables}) == 4
 
 

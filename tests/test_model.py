@@ -31,7 +31,7 @@ from model import (
 
 FIXED = ("binary16", "gf2")
 V = 97
-INTERFACES = ("learned", "binary16", "gf2", "wide32")
+INTERFACES = ("learned", "binary16", "gf2", "signs32")
 
 
 def small(**changes):
