@@ -71,7 +71,7 @@ def invertible_matrix(bits, seed, rows=None):
     """A uniform draw from GL(bits, 2), uint8 (bits, bits); with more rows, from the matrices
     (rows, bits) of full column rank. How a seed draws is our choice."""
     if seed < 0 or not 1 <= bits <= (rows or bits):
-        raise ValueError(f"seed is {seed} and bits is {bits}; give a seed >= 0 and bits >= 1")
+        raise ValueError(f"seed is {seed}, bits {bits}; give a seed from 0, 1 to {rows or 63} bits")
     generator = np.random.default_rng(seed)
     while gf2_rank(matrix := generator.integers(0, 2, (rows or bits, bits))) < bits:
         pass  # about 29 % of the square draws are invertible, and nearly all tall ones
@@ -128,7 +128,7 @@ def signs(*args, K):
 
 
 CODES = {"binary16": binary16, "gf2": gf2}  # a new code: a function like these, and its name
-CODES |= {f"signs{K}": partial(signs, K=K) for K in (32, 64, 128, 256, 512, 1024, 2048)}
+CODES |= {f"signs{K}": partial(signs, K=K) for K in (16, 32, 64, 128, 256, 512, 1024, 2048)}
 
 
 def code_table(name, vocab_size, *, bits=16, seed=12345, matrix=None, offset=0):

@@ -167,7 +167,7 @@ def test_a_matrix_without_two_dimensions_is_refused(shape):
 
 @pytest.mark.parametrize("bits, seed", [(0, 1), (-3, 1), (16, -1)])
 def test_a_draw_that_cannot_be_is_refused(bits, seed):
-    with pytest.raises(ValueError, match=f"seed is {seed} and bits is {bits}; give"):
+    with pytest.raises(ValueError, match=f"seed is {seed}, bits {bits}; give"):
         invertible_matrix(bits, seed)
 
 
@@ -299,7 +299,7 @@ def test_the_papers_tables():
     assert not binary16[0].any() and not gf2[0].any()
 
 
-@pytest.mark.parametrize("K", [32, 64, 128, 256, 512, 1024, 2048])
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256, 512, 1024, 2048])
 def test_signs_are_linear_injective_and_span_what_their_bits_allow(K):
     table = code_table(f"signs{K}", 2**16, seed=5)
     assert table.shape == (2**16, K) and table.dtype == np.float32
@@ -343,6 +343,8 @@ def test_the_page_of_signs(capsys):
 def test_signs_take_a_tall_matrix_only():
     with pytest.raises(ValueError, match=r"has shape \(16, 16\); gf2 needs \(32, 16\)"):
         code_table("signs32", 64, matrix=np.eye(16))
+    with pytest.raises(ValueError, match="bits 17; give a seed from 0, 1 to 16 bits"):
+        code_table("signs16", 64, bits=17)
 
 
 def test_a_table_takes_its_seed_matrix_and_offset():
@@ -467,8 +469,8 @@ def test_importing_needs_no_matplotlib():
 @pytest.mark.parametrize("arguments, sentence", [
     (["--code", "gf3"], "there is no code 'gf3'; choose from binary16, gf2"),
     (["--vocab_size", "65537"], "vocab_size is 65537; with 16 bits give 2 to 65536"),
-    (["--bits", "0"], "seed is 12345 and bits is 0; give a seed >= 0 and bits >= 1"),
-    (["--seed", "-1"], "seed is -1 and bits is 16; give a seed >= 0 and bits >= 1"),
+    (["--bits", "0"], "seed is 12345, bits 0; give a seed from 0, 1 to 63 bits"),
+    (["--seed", "-1"], "seed is -1, bits 16; give a seed from 0, 1 to 63 bits"),
     (["--offset", "65536"], "offset is 65536; give 0 to 65535, whose bits are b"),
     (["--matrix", ""], "matrix '' is not 16 hex words of 16 bits; give one a row"),
     (["--bits", "2", "--vocab_size", "4", "--matrix", "3 3"],
