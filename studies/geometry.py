@@ -382,7 +382,7 @@ def draw(arms, main_arms, path):
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(18, max(5, 0.2 * len(arms))), layout="constrained")
+    figure = Figure(figsize=(20, max(5, 0.2 * len(arms))), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     dots = dict(marker="o", capsize=3, color=COLOURS[0])
 
@@ -394,9 +394,9 @@ def draw(arms, main_arms, path):
     left.set(xlabel="nats per token above learned", title="Gap, 95 % interval over seeds")
 
     nats = {name: arms["learned"]["nats"] + arm["gap"]["mean"] for name, arm in arms.items()}
-    for i, name in enumerate(("learned", "gaussian-0.7")):
+    for i, name in enumerate(("learned", "gaussian", "gaussian-0.7")):
         if name in nats:
-            middle.axhline(nats[name], color=COLOURS[i + 1], linestyle=STYLES[i + 1], label=name)
+            middle.axhline(nats[name], color=COLOURS[i + 4], linestyle=STYLES[i + 1], label=name)
     for i, (kind, label) in enumerate((("wide", "bits, 0 and 1"), ("signs", "bits, ±0.02"))):
         points = sorted((arm["input_width"], nats[name], arm["gap"]["half"] or 0)
                         for name, arm in arms.items()
@@ -419,8 +419,8 @@ def draw(arms, main_arms, path):
     for axis in (left, middle, right):
         axis.grid(True, which="both", alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in (middle, right):
-        axis.legend(frameon=False, fontsize=8)
+    middle.legend(frameon=False)
+    right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
 
 
