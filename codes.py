@@ -100,8 +100,8 @@ def recode(codes, matrix, offset=0):
     m, n = np.shape(matrix)
     if rank < n or codes.shape[-1:] != (n,):
         raise ValueError(f"matrix {m, n} of rank {rank} is singular or misfits codes; give another")
-    if not 0 <= offset < 2**m:
-        raise ValueError(f"offset is {offset}; give 0 to {2**m - 1}, whose bits are b")
+    if not 0 <= offset < 2 ** min(m, 63):
+        raise ValueError(f"offset is {offset}; give 0 to {2 ** min(m, 63) - 1}, whose bits are b")
     # A uint8 sum wraps at 256, which is even, so its last bit is the true parity.
     return (codes @ zeros_and_ones(matrix).T & 1) ^ binary_codes(offset, m)
 
@@ -117,13 +117,13 @@ def gf2(vocab_size, bits, seed, matrix, offset, K=None):
     """The paper's recoded code: code'(t) = A code(t) + b. With K, which is ours, A is (K, bits)."""
     matrix = invertible_matrix(bits, seed, K) if matrix is None else matrix
     if np.shape(matrix) != (K or bits, bits):
-        raise ValueError(f"the matrix has shape {np.shape(matrix)}; gf2 needs {(K or bits, bits)}")
+        raise ValueError(f"the matrix has shape {np.shape(matrix)}; give {(K or bits, bits)}")
     return recode(binary_codes(np.arange(vocab_size), bits), matrix, offset)
 
 
 def signs(*args, K):
-    """Ours: K bits of gf2 as -0.02 and 0.02. They span K dimensions, and no two codes are the same;
-    they have no direction in common, and are as small as a learned table begins."""
+    """Ours: K bits A code(t), with A (K, bits), as -0.02 and 0.02. No two codes are the same, their
+    mean is about 0, and they are as small as the numbers of a learned table at its start."""
     return np.float32(0.04) * gf2(*args, K) - np.float32(0.02)
 
 

@@ -45,9 +45,9 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "added to the mean square in every RMSNorm", least=1e-12)
     input_layer: str = option("learned", "one of " + ", ".join(INPUT_LAYERS))
     code_bits: int = option(16, "bits of a token id that enter its code", least=1, most=63)
-    code_seed: int = option(12345, "seed of the matrix of gf2")
+    code_seed: int = option(12345, "seed of the matrix of gf2 and signs")
     code_matrix: str | None = option(None, "that matrix by hand: a hex word a row, bit 0 first")
-    code_offset: int = option(0, "the vector b that gf2 adds, as an integer")
+    code_offset: int = option(0, "the vector b that gf2 and signs add, as an integer")
     init_seed: int = option(1337, "seed of the initial weights")
 
     def __post_init__(self):
@@ -71,7 +71,7 @@ class ModelConfig:
 class InputLayer(nn.Module):
     """Token id -> its row in a (V, K) table, repeated to fill d_model: what the paper varies.
 
-    learned: a parameter with K = d_model. Any other name: a fixed table of K bits from codes.py.
+    learned: a parameter with K = d_model. Any other name: a fixed table of K numbers from codes.py.
     The config alone makes it again, so that no checkpoint stores it."""
 
     def __init__(self, config):

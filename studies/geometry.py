@@ -1,7 +1,7 @@
 """Fixedness, geometry or scale: what in a fixed code costs loss? And how wide must a code be?
 
     python studies/geometry.py                            a smoke of about a minute
-    python studies/geometry.py --size cpu                 an hour and more on two cores
+    python studies/geometry.py --size cpu                 some four hours on one core
     python studies/geometry.py --size cpu --arms later    learning rates, shuffled ids, a tied head
     python studies/geometry.py --size cpu --seeds         no more runs, only the report
 
@@ -386,7 +386,7 @@ def draw(arms, main_arms, path):
     left, middle, right = figure.subplots(1, 3)
     dots = dict(marker="o", capsize=3, color=COLOURS[0])
 
-    gaps = [(arm["gap"]["mean"], arm["gap"]["half"] or 0) for arm in arms.values()]
+    gaps = [(arm["gap"]["mean"], arm["gap"]["half"] or math.nan) for arm in arms.values()]
     means, halves = zip(*gaps, strict=True)
     left.errorbar(means, range(len(arms)), xerr=halves, linestyle="", **dots)
     left.set_yticks(range(len(arms)), arms)
@@ -398,7 +398,7 @@ def draw(arms, main_arms, path):
         if name in nats:
             middle.axhline(nats[name], color=COLOURS[i + 4], linestyle=STYLES[i + 1], label=name)
     for i, (kind, label) in enumerate((("wide", "bits, 0 and 1"), ("signs", "bits, ±0.02"))):
-        points = sorted((arm["input_width"], nats[name], arm["gap"]["half"] or 0)
+        points = sorted((arm["input_width"], nats[name], arm["gap"]["half"] or math.nan)
                         for name, arm in arms.items()
                         if name.replace("gf2", "wide-16") == f"{kind}-{arm['input_width']}")
         if points:

@@ -282,6 +282,9 @@ def test_an_offset_out_of_range_is_refused(offset):
                    lambda: code_table("gf2", 64, offset=offset)):
         with pytest.raises(ValueError, match=f"offset is {offset}; give 0 to 65535"):
             refuse()
+    with pytest.raises(ValueError, match=f"give 0 to {2**63 - 1}, whose bits are b"):
+        code_table("signs128", 64, offset=2**63)  # what an int64 holds, though there are more bits
+    assert (code_table("signs128", 64, offset=2**63 - 1) > 0)[0].sum() == 63
 
 
 # ---------------------------------------------------------------- tables by name
@@ -340,8 +343,8 @@ def test_the_page_of_signs(capsys):
     assert "Id with the zero code: none" in page
 
 
-def test_signs_take_a_tall_matrix_only():
-    with pytest.raises(ValueError, match=r"has shape \(16, 16\); gf2 needs \(32, 16\)"):
+def test_signs_take_a_matrix_of_their_height_only():
+    with pytest.raises(ValueError, match=r"has shape \(16, 16\); give \(32, 16\)"):
         code_table("signs32", 64, matrix=np.eye(16))
     with pytest.raises(ValueError, match="bits 17; give a seed from 0, 1 to 16 bits"):
         code_table("signs16", 64, bits=17)
@@ -382,7 +385,7 @@ def test_what_a_code_does_not_use_is_refused():
 
 def test_a_matrix_that_is_not_in_gl_is_refused():
     for matrix in (np.eye(15), np.eye(17), np.ones((20, 16)), np.ones(16)):
-        with pytest.raises(ValueError, match=r"the matrix has shape .*; gf2 needs \(16, 16\)"):
+        with pytest.raises(ValueError, match=r"the matrix has shape .*; give \(16, 16\)"):
             code_table("gf2", 64, matrix=matrix)
     with pytest.raises(ValueError, match="rank 1 is singular"):
         code_table("gf2", 64, matrix=np.ones((16, 16)))
