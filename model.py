@@ -88,10 +88,10 @@ class InputLayer(nn.Module):
                 seed=config.code_seed, matrix=matrix, offset=config.code_offset))  # fmt: skip
             self.register_buffer("weight", table, persistent=False)
             self.zero_id = next(iter((table == 0).all(dim=1).nonzero().flatten().tolist()), None)
-        width = self.weight.shape[1]
-        if config.d_model % width:
-            raise ValueError(f"d_model {config.d_model} is no multiple of the code width {width}")
-        self.tiles = config.d_model // width
+        self.tiles, rest = divmod(config.d_model, width := self.weight.shape[1])
+        if rest:
+            raise ValueError(f"d_model {config.d_model} is no multiple of the code width {width}; "
+                             "choose an input_layer whose width divides it")  # fmt: skip
 
     def forward(self, ids):  # (B, T)
         return F.embedding(ids, self.weight).repeat(1, 1, self.tiles)  # (B, T, d_model)
