@@ -83,9 +83,8 @@ def recipe(shape):
 
 def interfaces(d_model):
     """The paper's three, and the widest code that fits."""
-    widths = [name.removeprefix("signs") for name in CODES if name.startswith("signs")]
-    fitting = [int(K) for K in widths if K.isdigit() and d_model % int(K) == 0]
-    return ["learned", "binary16", "gf2", f"signs{max(fitting)}"]
+    widths = [int(name.removeprefix("signs")) for name in CODES if name.startswith("signs")]
+    return ["learned", "binary16", "gf2", f"signs{max(K for K in widths if d_model % K == 0)}"]
 
 
 def count(config):
