@@ -22,6 +22,7 @@ test: lint
 	$(RUN) -m pytest -q tests
 
 lint: .venv/ready
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 
 .venv/ready: requirements.txt

@@ -2,99 +2,171 @@
 
     ids (B, T) -> input layer -> n_layers x Block -> RMSNorm -> head -> logits (B, T, V)
 
-The block is Llama's: norms before attention and SwiGLU, rotary positions, no biases.
-Letters in the shapes: B rows, T positions, V vocabulary, K code width, h heads.
+The block is that of Llama: norms before attention and SwiGLU, rotary positions, no biases.
+
+B    rows of a batch                       T    positions of a row, at most max_seq_len
+V    vocab_size                            K    numbers in a fixed code, repeated to d_model
+h    heads: n_heads, or n_kv_heads for keys and values; each has head_dim = d_model / n_heads
 """
 
-import hashlib
-import json
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import get_args
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn import RMSNorm
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import CODES, code_table, matrix_from_hex
-from loss import MeanLoss, target_losses
-
-INPUT_LAYERS = ("learned", *CODES)
-
-
-def option(default, line, least=0, most=2**31 - 1):
-    """A config field: its default, the line that --help prints, and a number's range."""
-    return field(default=default, metadata={"help": line, "range": (least, most)})
+from codes import LINEAR_CODES, check_vocab_size, linear_code, matrix_from_hex, zero_ids
+from nanocodes.checkpoint import find_checkpoint, read_weights, refused_unless_whole
+from nanocodes.config import check_fields
+from nanocodes.files import read_json
+from nanocodes.head_loss import last_logits, mean_loss, target_losses
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
     """The model's shape, by default the paper's. Raises ValueError if it cannot be built."""
 
-    vocab_size: int = option(49_152, "V, entries of the vocabulary", least=1, most=2**20)
-    d_model: int = option(2048, "width of the residual stream", least=1, most=2**16)
-    n_layers: int = option(24, "blocks", least=1, most=1000)
-    n_heads: int = option(32, "query heads of an attention", least=1)
-    n_kv_heads: int | None = option(None, "key and value heads; none means n_heads", least=1)
-    d_ff: int = option(8192, "width inside the SwiGLU", least=1, most=2**18)
-    max_seq_len: int = option(2048, "T, the context length in tokens", least=1, most=2**20)
-    rope_theta: float = option(10_000.0, "base of the rotary wavelengths", least=1)
-    norm_eps: float = option(1e-5, "added to the mean square in every RMSNorm", least=1e-12)
-    input_layer: str = option("learned", "one of " + ", ".join(INPUT_LAYERS))
-    code_bits: int = option(16, "bits of a token id that enter its code", least=1, most=63)
-    code_seed: int = option(12345, "seed of the matrix of gf2 and signs")
-    code_matrix: str | None = option(None, "that matrix by hand: a hex word a row, bit 0 first")
-    code_offset: int = option(0, "the vector b that gf2 and signs add, as an integer")
-    init_seed: int = option(1337, "seed of the initial weights")
+    vocab_size: int = 49_152  # V, entries of the vocabulary
+    d_model: int = 2048  # width of the residual stream
+    n_layers: int = 24  # blocks
+    n_heads: int = 32  # query heads of an attention
+    n_kv_heads: int | None = None  # key and value heads; none means n_heads
+    d_ff: int = 8192  # width inside the SwiGLU
+    max_seq_len: int = 2048  # the context length in tokens
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    norm_eps: float = 1e-5  # added to the mean square in every RMSNorm
+    input_layer: str = "learned"  # learned, binary16, gf2, signs<K>: see INPUT_LAYERS
+    code_bits: int = 16  # bits of a token id that enter its code
+    code_seed: int = 12345  # seed of the matrix of gf2 and signs
+    code_matrix: str | None = None  # that matrix by hand: a hex word a row, bit 0 first
+    code_offset: int = 0  # the vector b that gf2 and signs add, as an integer
+    init_seed: int = 1337  # seed of the initial weights
 
     def __post_init__(self):
-        for f in fields(self):
-            value, kinds = getattr(self, f.name), get_args(f.type) or (f.type,)
-            least, most = f.metadata["range"]
-            if kinds[0] is float and type(value) is int and abs(value) <= most:
-                setattr(self, f.name, value := float(value))
-            if type(value) not in kinds:
-                raise ValueError(f"{f.name} is {value!r}; it must be of type {kinds[0].__name__}")
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"{f.name} is {value}; it must be from {least} to {most}")
+        check_fields(self)
         if self.d_model % (2 * self.n_heads):
             raise ValueError(f"d_model {self.d_model} is no multiple of 2 x n_heads {self.n_heads}")
         if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}")
         if self.input_layer not in INPUT_LAYERS:
-            raise ValueError(f"input_layer {self.input_layer!r} is not one of {INPUT_LAYERS}")
+            names = ", ".join(INPUT_LAYERS)
+            raise ValueError(f"input_layer {self.input_layer!r} is not one of {names}")
 
 
-class InputLayer(nn.Module):
-    """Token id -> its row in a (V, K) table, repeated to fill d_model: what the paper varies.
+# ---------------- The input layer: all that the paper varies. There are two kinds
 
-    learned: a parameter with K = d_model. Any other name: a fixed table of K numbers from codes.py.
-    The config alone makes it again, so that no checkpoint stores it."""
 
-    def __init__(self, config):
+class LinearCodeInput(nn.Module):
+    """Token id t -> A code(t) + b over GF(2), computed as it comes, and repeated to d_model.
+
+    It holds the matrix A and nothing of the size of V, and no checkpoint stores it.
+    """
+
+    def __init__(self, code, vocab_size, d_model):
         super().__init__()
-        self.zero_id = None  # the id whose fixed code is all zeros, if any
-        if config.input_layer == "learned":
-            if config.code_matrix is not None or config.code_offset:
-                raise ValueError("a learned table has neither matrix nor offset; drop them")
-            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        width, bits = code.matrix.shape
+        check_vocab_size(vocab_size, bits)
+        self.vocab_size = vocab_size
+        self.tiles = tiles_of(width, d_model)
+        self.zero_id = next(iter(zero_ids(code, vocab_size)), None)  # whose numbers are all 0
+        constants = {
+            "matrix": code.matrix,  # A, (K, bits)
+            "offset": code.bits(np.array(0)),  # b, (K,), since code(0) is 0
+            "low": np.array(code.low),
+            "high": np.array(code.high),
+        }
+        for name, values in constants.items():
+            # from_numpy, since it makes a tensor on the CPU also under torch.device("meta").
+            buffer = torch.from_numpy(values.astype(np.float32))
+            self.register_buffer(name, buffer, persistent=False)
+
+    def codes(self, ids):  # (B, T)
+        places = torch.arange(self.matrix.shape[1], device=ids.device)
+        bits = (ids.unsqueeze(-1) >> places) & 1  # (B, T, bits)
+        # A sum of so few ones is exact in every dtype, also in the bfloat16 of autocast.
+        sums = bits.to(self.matrix.dtype) @ self.matrix.T + self.offset  # (B, T, K)
+        return torch.where(sums % 2 == 1, self.high, self.low)
+
+    def forward(self, ids):  # (B, T)
+        return self.codes(ids).repeat(1, 1, self.tiles)  # (B, T, d_model)
+
+    def table(self):
+        """The vectors of all ids, (V, d_model), as a table would hold them."""
+        ids = torch.arange(self.vocab_size, device=self.matrix.device)
+        return self(ids[None])[0]
+
+
+class TableInput(nn.Module):
+    """Token id -> its row of a table (V, K), repeated to d_model.
+
+    A trainable table is a parameter; any other is a buffer, which no checkpoint stores.
+    """
+
+    def __init__(self, values, d_model, trainable=False):
+        super().__init__()
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(values.astype(np.float32))
+        self.vocab_size, width = values.shape
+        self.tiles = tiles_of(width, d_model)
+        self.zero_id = None
+        if trainable:
+            self.weight = nn.Parameter(values)
         else:
-            bits, hand = config.code_bits, config.code_matrix
-            matrix = None if hand is None else matrix_from_hex(hand, bits)
-            table = torch.from_numpy(code_table(config.input_layer, config.vocab_size, bits=bits,
-                seed=config.code_seed, matrix=matrix, offset=config.code_offset))  # fmt: skip
-            self.register_buffer("weight", table, persistent=False)
-            self.zero_id = next(iter((table == 0).all(dim=1).nonzero().flatten().tolist()), None)
-        self.tiles, rest = divmod(config.d_model, width := self.weight.shape[1])
-        if rest:
-            raise ValueError(f"d_model {config.d_model} is no multiple of the code width {width}; "
-                             "choose an input_layer whose width divides it")  # fmt: skip
+            self.register_buffer("weight", values, persistent=False)
+            zero_rows = (values == 0).all(dim=1).nonzero().flatten().tolist()
+            self.zero_id = next(iter(zero_rows), None)
 
     def forward(self, ids):  # (B, T)
         return F.embedding(ids, self.weight).repeat(1, 1, self.tiles)  # (B, T, d_model)
+
+    def table(self):
+        """The vectors of all ids, (V, d_model)."""
+        return self.weight.detach().repeat(1, self.tiles)
+
+
+def tiles_of(width, d_model):
+    """How often K numbers are repeated to fill d_model."""
+    if d_model % width:
+        raise ValueError(
+            f"d_model {d_model} is no multiple of the code width {width}; "
+            "choose an input_layer whose width divides it"
+        )
+    return d_model // width
+
+
+def learned(config):
+    """The trainable table, N(0, 0.02), drawn by a generator of its own: see initialise."""
+    if config.code_matrix is not None or config.code_offset:
+        raise ValueError("a learned table has neither matrix nor offset; drop them")
+    table = torch.empty(config.vocab_size, config.d_model)
+    if not table.is_meta:
+        table.normal_(0, 0.02, generator=torch.Generator().manual_seed(config.init_seed + 1))
+    return TableInput(table, config.d_model, trainable=True)
+
+
+def coded(config):
+    """The linear code of codes.py that input_layer names."""
+    matrix = None
+    if config.code_matrix is not None:
+        matrix = matrix_from_hex(config.code_matrix, config.code_bits)
+    code = linear_code(
+        config.input_layer,
+        bits=config.code_bits,
+        seed=config.code_seed,
+        matrix=matrix,
+        offset=config.code_offset,
+    )
+    return LinearCodeInput(code, config.vocab_size, config.d_model)
+
+
+# A name for each function from a config to an input layer; a new one is a line here.
+INPUT_LAYERS = {"learned": learned} | dict.fromkeys(LINEAR_CODES, coded)
+
+
+# ---------------- The backbone
 
 
 def rope_tables(length, head_dim, theta):
@@ -122,23 +194,27 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.d_model, kv_width, bias=False)
         self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
+    def split_heads(self, x):  # (B, T, h * head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, h, T, head_dim)
+
     def forward(self, x, cos, sin, cache=None):
-        B, T, d_model = x.shape
-        q, k, v = (
-            projection(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, h, T, head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:  # a list: empty, or the keys and values of all positions so far
+        """x (B, T, d_model). `cache` is a list: empty, or the keys and values of all positions
+        before these; it is brought up to date."""
+        q = rotate(self.split_heads(self.q_proj(x)), cos, sin)
+        k = rotate(self.split_heads(self.k_proj(x)), cos, sin)
+        v = self.split_heads(self.v_proj(x))
+        if cache is not None:
             if cache:
-                k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+                k = torch.cat((cache[0], k), dim=2)
+                v = torch.cat((cache[1], v), dim=2)
             cache[:] = k, v
+        T = q.shape[2]
         past = k.shape[2] - T
         mask = None
         if past:  # is_causal counts from the first key, not from the first new one
             mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not past, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, d_model))
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, d_model)
 
 
 class SwiGLU(nn.Module):
@@ -166,13 +242,16 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The language model, initialised when constructed; state_dict holds exactly its parameters."""
+    """The language model, initialised when constructed; state_dict holds exactly its parameters.
 
-    def __init__(self, config):
+    `input_layer` replaces the one that config.input_layer names.
+    """
+
+    def __init__(self, config, input_layer=None):
         super().__init__()
         self.config = config
         self.checkpoint_activations = False  # True: recompute each block in the backward pass
-        self.input = InputLayer(config)
+        self.input = input_layer or INPUT_LAYERS[config.input_layer](config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -184,22 +263,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self):
-        """Draw every weight from init_seed, on the CPU, so that all devices start alike:
+        """Draw all weights but the input's from init_seed, on the CPU, so that all devices start
+        alike:
 
             norms                  1
             o_proj, down_proj      N(0, 0.02 / sqrt(2 n_layers))
             every other matrix     N(0, 0.02)
         """
-        # The table has its own generator: all else is bit for bit the same in every interface.
-        backbone = torch.Generator().manual_seed(self.config.init_seed)
-        table = torch.Generator().manual_seed(self.config.init_seed + 1)
+        # A generator that the input layer has no part in: with one seed, these weights are bit
+        # for bit the same for every input layer.
+        generator = torch.Generator().manual_seed(self.config.init_seed)
         for name, parameter in self.named_parameters():
+            if name.startswith("input.") or parameter.is_meta:
+                continue
             if parameter.dim() == 1:
                 parameter.fill_(1)
-            elif not parameter.is_meta:
+            else:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = 0.02 / (2 * self.config.n_layers) ** 0.5 if into_residual else 0.02
-                parameter.normal_(0, std, generator=table if name == "input.weight" else backbone)
+                parameter.normal_(0, std, generator=generator)
 
     def hidden(self, ids, cache=None):
         """ids (B, T) -> what the head reads (B, T, d_model). `cache`: None, or a list per block."""
@@ -212,19 +294,19 @@ class Transformer(nn.Module):
         # Positions before the first nonzero code are exactly 0 in every block: no parameter gets
         # a gradient from them. But RMSNorm's slope at 0 is 1/sqrt(eps), 316, and block upon block
         # of it overflows going backward. A factor 0 after each block cuts that and changes nothing.
-        alive = None
+        mask = None
         if self.input.zero_id is not None and cache is None:
-            alive = ((ids != self.input.zero_id).cumsum(dim=1) > 0).unsqueeze(-1)  # (B, T, 1)
+            mask = ((ids != self.input.zero_id).cumsum(dim=1) > 0).unsqueeze(-1)  # (B, T, 1)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and self.training:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin, None if cache is None else cache[i])
-            x = x if alive is None else x * alive
+            x = x if mask is None else x * mask
         return self.norm(x)
 
     def head_inputs(self, ids):
-        """What a matrix product with the head takes: hidden (B x T, d_model) and its weights
+        """The two factors of the logits: hidden (B x T, d_model) and the head's weight
         (V, d_model), both in the dtype of autocast where that is on."""
         hidden, weight = self.hidden(ids).flatten(0, 1), self.head.weight
         if torch.is_autocast_enabled(hidden.device.type):
@@ -240,18 +322,15 @@ class Transformer(nn.Module):
         """(logits (B, T, V), None), or with targets (None, their mean loss in nats)."""
         if targets is None:
             return self.head(self.hidden(ids)), None
-        return None, MeanLoss.apply(*self.head_inputs(ids), targets.flatten())
+        return None, mean_loss(*self.head_inputs(ids), targets.flatten())
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Yield the next ids (B,), on the CPU, step by step after the prompt ids (B, T).
+        """Yield the next ids (B,), on the CPU, one after another behind the prompt ids (B, T).
         temperature 0 takes the likeliest; top_k keeps so many; `generator` is of the CPU."""
         cache = [[] for _ in self.blocks]
-        # For one row a CPU makes one product on one core, but several products on all of them.
-        pieces = self.head.weight.unflatten(0, (1 if self.config.vocab_size % 64 else 64, -1))
         for _ in range(max_new_tokens):
-            last = self.hidden(ids, cache)[:, -1].T.expand(len(pieces), -1, -1)  # (n, d_model, B)
-            logits = (pieces @ last).flatten(0, 1).T.float().cpu()  # (B, V)
+            logits = last_logits(self.hidden(ids, cache)[:, -1], self.head.weight)  # (B, V)
             if top_k is not None:
                 least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits[logits < least] = -torch.inf
@@ -262,59 +341,15 @@ class Transformer(nn.Module):
             yield next_ids
             ids = next_ids[:, None].to(ids.device)
 
-    def parameter_counts(self):
-        """How many parameters the input, the backbone and the head have."""
-        counts = {"input": 0, "backbone": 0, "head": 0}
-        for name, parameter in self.named_parameters():
-            part = name.split(".")[0]
-            counts[part if part in counts else "backbone"] += parameter.numel()
-        return counts
-
-    def flops_per_target(self):
-        """FLOPs of one training target at full context: 2 forward and 4 backward for each weight
-        of a matrix and the causal half of attention. The input is looked up, not multiplied."""
-        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        matrices -= self.parameter_counts()["input"]
-        attention = self.config.n_layers * self.config.max_seq_len * self.config.d_model
-        return 6 * (matrices + attention)
-
-    def backbone_hash(self):
-        """sha256 of all weights but the input's: equal over interfaces at one init_seed."""
-        digest = hashlib.sha256()
-        for weight in (p for name, p in self.named_parameters() if name != "input.weight"):
-            digest.update(weight.detach().cpu().view(torch.uint8).numpy())
-        return digest.hexdigest()
-
-
-def step_folders(run):
-    """The step folders of a run folder, oldest first."""
-    return sorted(Path(run).glob("step_" + "[0-9]" * 8))
-
-
-def find_checkpoint(path):
-    """The step folder that `path` means: itself, or the newest in a run folder."""
-    for step in [Path(path), *reversed(step_folders(path))]:
-        if (step / "model.safetensors").is_file():
-            return step
-    raise ValueError(f"{path} holds no checkpoint; give a run folder or a step folder in one")
-
 
 def load_checkpoint(path, device="cpu"):
     """The Transformer of a run or step folder, float32, in eval mode. Executes nothing."""
     step = find_checkpoint(path)
-    try:
-        saved = json.loads((step / "config.json").read_bytes())
-        config = ModelConfig(**{f.name: saved[f.name] for f in fields(ModelConfig)})
+    with refused_unless_whole(step):
+        saved = read_json(step / "config.json")
+        config = ModelConfig(**{field.name: saved[field.name] for field in fields(ModelConfig)})
         with torch.device("meta"):  # takes no memory before the shapes are compared
             model = Transformer(config)
-        with safe_open(step / "model.safetensors", "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
-            if shapes != {name: list(p.shape) for name, p in model.named_parameters()}:
-                raise ValueError("the weights do not have the shapes of config.json")
-            state = {name: file.get_tensor(name) for name in shapes}
-            if not all(w.is_floating_point() and w.abs().max() < torch.inf for w in state.values()):
-                raise ValueError("some weights are no floats, or not finite")
-    except (KeyError, ValueError, OSError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{step} is no whole checkpoint ({error}); use another") from None
-    model.load_state_dict(state, assign=True)
+        weights = read_weights(step, model)
+    model.load_state_dict(weights, assign=True)
     return model.to(device, torch.float32).eval()

@@ -1,4 +1,4 @@
-"""How fast nanocodes is beside its peers and the machine's limits: one run, interleaved timings.
+"""How fast is nanocodes beside its peers and the machine's limits?
 
     python studies/bench.py step --shape small-vocab           training steps, their parts, memory
     python studies/bench.py step --shape large-vocab --programs learned/compile llama/compile
@@ -12,406 +12,335 @@ and then /compile, /own (AdamW fused on CUDA alone, as in its README) or /keep (
 memory, as in our Makefile). For scoring there is tests/compare_hflm.py.
 """
 
-import argparse
 import hashlib
 import itertools
-import math
-import multiprocessing
 import os
-import platform
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from datetime import date
 from functools import partial
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import convert
-import prepare
-import shards
-import tokenizer
-from device import measure_peak, pick_device, pick_dtype, refusals
+from convert import hf_state
 from model import INPUT_LAYERS, ModelConfig, Transformer
-from train import Config, accumulate_gradients, make_optimizer, read_config_file
+from nanocodes.command import make_parser, refusals
+from nanocodes.config import read_values
+from nanocodes.device import autocast, measure_peak, pick_device, pick_dtype
+from nanocodes.encoder import make_encoder
+from nanocodes.files import write_json
+from nanocodes.sources import documents_of
+from nanocodes.tokenizer import load_tokenizer, make_tokenizer
+from prepare import encoded
+from studies.peers import llama_continuation, make_llama, make_peer
+from studies.turns import (
+    KEEP_MEMORY,
+    PARTS,
+    Program,
+    circumstances,
+    count_weights,
+    interleave,
+    matrices,
+    median_and_quartiles,
+    timed,
+    training_turn,
+)
+from train import Config, make_optimizer
 
-SHAPES = {  # laid over the paper's
-    "tiny": dict(vocab_size=512, d_model=64, n_layers=2, n_heads=4, d_ff=256, max_seq_len=64,
-                 targets_per_update=512, micro_batch=4),
-    "small-vocab": dict(vocab_size=8192, d_model=256, n_layers=6, n_heads=4, d_ff=1024,
-                        max_seq_len=256, targets_per_update=8192, micro_batch=32),
-    "large-vocab": dict(d_model=512, n_layers=8, n_heads=8, d_ff=2048, max_seq_len=512,
-                        targets_per_update=4096, micro_batch=8),
-    "paper": dict(targets_per_update=131_072),  # the share of one of two GPUs
-}  # fmt: skip
-PARTS = ("data", "forward", "backward", "clip", "optimizer")
-KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-SETTINGS = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "LD_PRELOAD", *KEEP)
-PACKAGES = ("torch", "transformers", "litgpt", "tokenizers", "tiktoken", "numpy")
+ROOT = Path(__file__).resolve().parent.parent
+
+# Laid over the paper's.
+SHAPES = {
+    "tiny": {
+        "vocab_size": 512,
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "d_ff": 256,
+        "max_seq_len": 64,
+        "targets_per_update": 512,
+        "micro_batch": 4,
+    },
+    "small-vocab": {
+        "vocab_size": 8192,
+        "d_model": 256,
+        "n_layers": 6,
+        "n_heads": 4,
+        "d_ff": 1024,
+        "max_seq_len": 256,
+        "targets_per_update": 8192,
+        "micro_batch": 32,
+    },
+    "large-vocab": {
+        "d_model": 512,
+        "n_layers": 8,
+        "n_heads": 8,
+        "d_ff": 2048,
+        "max_seq_len": 512,
+        "targets_per_update": 4096,
+        "micro_batch": 8,
+    },
+    "paper": {"targets_per_update": 131_072},  # the share of one of two GPUs
+}
 
 
-def make_config(args, **values):
-    """The shape that was asked for, a name in SHAPES or a config file, as train.py's Config."""
-    if args.shape not in SHAPES and not Path(args.shape).is_file():
+def make_config(args, **changes):
+    """train.py's Config of --shape, a name in SHAPES or a config file, with --d_ff and so on."""
+    if args.shape in SHAPES:
+        values = dict(SHAPES[args.shape])
+    elif Path(args.shape).is_file():
+        values = read_values(Config, [args.shape], {})
+    else:
         raise ValueError(f"there is no shape {args.shape}; give a file or {', '.join(SHAPES)}")
-    shape = SHAPES[args.shape] if args.shape in SHAPES else read_config_file(args.shape)
-    given = {key: value for key in ("d_ff", "micro_batch") if (value := getattr(args, key))}
-    return Config(**shape | given | values)
-
-
-# ---------------- Turns: a program is a function that makes ready and returns its turn
-
-
-def wait_for(device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def timed(function, device):
-    """(the seconds of a call, what it returned)."""
-    begun = time.perf_counter()
-    result = function()
-    wait_for(device)
-    return time.perf_counter() - begun, result
-
-
-def peak_bytes(device):
-    """The most memory that this process has used: of its GPU, or else of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def serve(pipe, make, name, args):
-    """The life of a process: make ready, then take a turn whenever asked."""
-    turn = make(name.split("/"), args)
-    turn()  # compiles, and allocates what stays
-    with suppress(EOFError):  # once the other end is closed
-        pipe.send("ready")
-        while pipe.recv():
-            pipe.send(turn() | {"peak_bytes": peak_bytes(pick_device(args.device))})
-            torch.cuda.empty_cache()  # for the next program
-
-
-def interleave(programs, args):
-    """{name: maker} -> {name: {what its turns measured: an array of --rounds values}}."""
-    context, pipes, turns = multiprocessing.get_context("spawn"), {}, defaultdict(list)
-    try:
-        for name, make in programs.items():
-            pipes[name], other = context.Pipe()
-            child = context.Process(target=serve, args=(other, make, name, args), daemon=True)
-            with patch.dict(os.environ, KEEP if "keep" in name.split("/") else {}):
-                child.start()
-            other.close()
-            pipes[name].recv()  # ready, before the next one starts
-        for _, name in itertools.product(range(args.rounds), programs):
-            pipes[name].send("turn")
-            turns[name].append(pipes[name].recv())
-    except (EOFError, ConnectionError):
-        raise ValueError(f"{name} has ended; mend what it says above or leave it out") from None
-    return {name: {key: np.array([turn[key] for turn in several]) for key in several[0]}
-            for name, several in turns.items()}  # fmt: skip
-
-
-def middle(values, digits=2):
-    """The median of some values and their quartiles, in words."""
-    low, median, high = np.percentile(values, [25, 50, 75])
-    return f"{median:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+    for name in ("d_ff", "micro_batch"):
+        if getattr(args, name):
+            values[name] = getattr(args, name)
+    return Config(**values | {"device": args.device, "dtype": args.dtype} | changes)
 
 
 def compare(results, names, columns):
-    """A row of a table for each program. Raises ValueError unless all have made the same ids."""
-    first, rows = results[names[0]], []
+    """A row of a table for each program: its time beside the first one's, then columns(program).
+
+    Raises ValueError unless all that give ids have given the same ones.
+    """
+    first = results[names[0]]
+    rows = []
     for name in names:
         program = results[name]
         if not np.array_equal(program.get("ids"), first.get("ids")):
             raise ValueError(f"{name} and {names[0]} give different ids; mend that first")
-        times = middle(program["seconds"] / first["seconds"])
-        rows.append({"program": name, f"time / {names[0]}": times} | columns(program))
+        ratio = median_and_quartiles(program["seconds"] / first["seconds"])
+        rows.append({"program": name, f"time / {names[0]}": ratio, **columns(program)})
     return rows
-
-
-# ---------------- Models
-
-
-class Peer(nn.Module):
-    """Another library's model, called like ours: (ids, targets) -> (None, their mean loss)."""
-
-    def __init__(self, model, loss):
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, ids, targets):
-        return None, self.loss(self.model, ids, targets.contiguous())
-
-
-def make_llama(config):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {theirs: getattr(config, ours) for ours, theirs in convert.FIELDS.items()}
-    shape["num_key_value_heads"] = config.n_kv_heads or config.n_heads
-    shape["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.pop("rope_theta")}
-    options = dict(bos_token_id=None, eos_token_id=None, attn_implementation="sdpa")
-    return LlamaForCausalLM(LlamaConfig(**shape, **options))
-
-
-def make_litgpt(config):
-    import litgpt
-
-    model = litgpt.GPT(litgpt.Config(
-        block_size=config.max_seq_len, n_layer=config.n_layers, n_embd=config.d_model,
-        n_head=config.n_heads, intermediate_size=config.d_ff, vocab_size=config.vocab_size,
-        padded_vocab_size=config.vocab_size, norm_class_name="RMSNorm", bias=False,
-        mlp_class_name="LLaMAMLP", parallel_residual=False, rotary_percentage=1.0))  # fmt: skip
-    return model.apply(model._init_weights)
-
-
-def make_nanogpt(config, path):
-    """nanoGPT's own: whatever d_ff is, a GELU of 4 d_model; learned positions, a tied head."""
-    spec = util.spec_from_file_location("nanogpt", path)
-    nanogpt = sys.modules["nanogpt"] = util.module_from_spec(spec)
-    spec.loader.exec_module(nanogpt)
-    return nanogpt.GPT(nanogpt.GPTConfig(
-        block_size=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.n_layers,
-        n_head=config.n_heads, n_embd=config.d_model, dropout=0.0, bias=False))  # fmt: skip
-
-
-def make_model(name, config, args):
-    """The model of a program: (ids, targets) -> (None, their mean loss)."""
-    if name == "llama":
-        return Peer(make_llama(config), lambda model, ids, targets: model(
-            ids, labels=targets, shift_labels=targets, use_cache=False).loss)  # fmt: skip
-    if name == "litgpt":
-        return Peer(make_litgpt(config), lambda model, ids, targets: F.cross_entropy(
-            model(ids).flatten(0, 1), targets.flatten()))  # fmt: skip
-    if name == "nanogpt":
-        return Peer(make_nanogpt(config, args.nanogpt), lambda model, *rows: model(*rows)[1])
-    return Transformer(config)
-
-
-def at_hand(names, args):
-    """Those of some programs that can run here; says what the others lack."""
-    sources = dict.fromkeys(INPUT_LAYERS, "torch")
-    sources |= dict(llama="transformers", litgpt="litgpt", nanogpt="--nanogpt")
-    for name in names:
-        source = sources.get(name.split("/")[0])
-        if source is None:
-            raise ValueError(f"there is no program {name}; choose from {', '.join(sources)}")
-        if args.nanogpt if source == "--nanogpt" else util.find_spec(source):
-            yield name
-        else:
-            print(f"{name} is left out: {source} is missing", file=sys.stderr)
-
-
-def matrices(model):
-    """(inputs, outputs) of every matrix that a model multiplies by."""
-    return [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
-
-
-def count_weights(model):
-    """How many weights these matrices have."""
-    return sum(map(math.prod, matrices(model)))
 
 
 # ---------------- Training steps
 
+# What a program of this name needs: a package or an option.
+NEEDS = dict.fromkeys(INPUT_LAYERS, "torch")
+NEEDS |= {"llama": "transformers", "litgpt": "litgpt", "nanogpt": "--nanogpt"}
+STEP_MODELS = ("learned", "gf2", "llama", "litgpt", "nanogpt")
 
-def training(words, args):
-    """A turn is --steps steps as train.py makes them: the mean seconds of one and of its parts."""
-    name, *how = words
-    config = make_config(args, input_layer=name if name in INPUT_LAYERS else "learned")
-    device = pick_device(args.device)
-    dtype, _ = pick_dtype(args.dtype, device)
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    raw_model = make_model(name, config, args).to(device).train()
-    model = torch.compile(raw_model) if "compile" in how else raw_model
-    optimizer = make_optimizer(raw_model, config)
-    if "own" in how:
+
+def at_hand(programs, nanogpt_file):
+    """Those of some programs that can run here; says what the others lack."""
+    found = []
+    for program in programs:
+        need = NEEDS.get(program.split("/")[0])
+        if need is None:
+            raise ValueError(f"there is no program {program}; choose from {', '.join(NEEDS)}")
+        if nanogpt_file if need == "--nanogpt" else util.find_spec(need):
+            found.append(program)
+        else:
+            print(f"{program} is left out: {need} is missing", file=sys.stderr)
+    return found
+
+
+def make_training(program, config, steps, nanogpt_file):
+    """The function of a turn of training: see training_turn."""
+    name, *options = program.split("/")
+    if name in INPUT_LAYERS:
+        raw_model = Transformer(config)
+    else:
+        raw_model = make_peer(name, config, nanogpt_file)
+    device = pick_device(config.device)
+    raw_model.to(device).train()
+    model = torch.compile(raw_model) if "compile" in options else raw_model
+    if "own" in options:
         fused = device.type == "cuda" or None
         optimizer = torch.optim.AdamW(raw_model.parameters(), config.lr, fused=fused)
-    ids = np.random.default_rng(0).integers(1, config.vocab_size, 2**22, np.uint16)
-    meta = dict(vocab_size=config.vocab_size)
-    data = shards.Shards(Path("random"), meta, [ids], [0], len(ids), len(ids))
-    updates, since, parts = itertools.count(), 0.0, defaultdict(float)
-    attention = config.n_layers * config.max_seq_len * config.d_model  # the causal half
-    flops = 6 * (count_weights(raw_model) + attention) * config.targets_per_update
-
-    def mark(part):
-        """All since the last mark was this part."""
-        nonlocal since
-        wait_for(device)
-        since, before = time.perf_counter(), since
-        parts[part] += since - before
-
-    def marked(function):
-        def call(*arguments):
-            mark("backward")  # of the micro-step before
-            result = function(*arguments)
-            mark("data")
-            return result
-
-        return call
-
-    shards.update_windows = marked(shards.update_windows)
-    shards.read_windows = marked(shards.read_windows)
-    model.register_forward_pre_hook(lambda *_: mark("data"))
-    model.register_forward_hook(lambda *_: mark("forward"))
-
-    def turn():
-        nonlocal since
-        since = time.perf_counter()
-        parts.clear()
-        for update in itertools.islice(updates, args.steps):
-            loss = accumulate_gradients(model, data, config, update, 0, 1, autocast)
-            mark("backward")
-            norm = nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip)
-            loss, norm = torch.stack([loss, norm]).tolist()
-            mark("clip")
-            if not math.isfinite(loss + norm):
-                raise ValueError(f"loss {loss} and norm {norm}: a step like that is not timed")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            mark("optimizer")
-        seconds = {part: parts[part] / args.steps for part in PARTS}
-        return seconds | dict(seconds=sum(seconds.values()), flops=flops, loss=loss)
-
-    return turn
+    else:
+        optimizer = make_optimizer(raw_model, config)
+    return training_turn(raw_model, model, optimizer, config, steps)
 
 
-def matmuls(words, args):
-    """A turn is the FLOP/s of bare products: the model's matrices with the rows of a micro-step."""
-    config, device = make_config(args), pick_device(args.device)
-    dtype, _ = pick_dtype(args.dtype, device)
+def make_matmuls(config):
+    """The function of a turn of bare products: the FLOP/s at which the model's matrices are
+    multiplied with the rows of a micro-step."""
+    device = pick_device(config.device)
+    dtype, _ = pick_dtype(config.dtype, device)
     rows = config.micro_batch * config.max_seq_len
     with torch.device("meta"):
         shapes = matrices(Transformer(config))
 
-    def turn():
+    def take_turn():
         peak = {shape: measure_peak(device, dtype, rows, *shape) for shape in set(shapes)}
-        spent = [math.prod(shape) / peak[shape] for shape in shapes]
-        return {"flop/s": sum(map(math.prod, shapes)) / sum(spent)}
+        weights = [inputs * outputs for inputs, outputs in shapes]
+        # Up to a factor of all: what a matrix takes is as its weights over its FLOP/s.
+        seconds = [count / peak[shape] for count, shape in zip(weights, shapes, strict=True)]
+        return {"flop/s": sum(weights) / sum(seconds)}
 
-    return turn
+    return take_turn
+
+
+def training_program(program, args):
+    """The Program that makes training steps under this name."""
+    name, *options = program.split("/")
+    config = make_config(args, input_layer=name if name in INPUT_LAYERS else "learned")
+    return Program(
+        make=partial(make_training, program, config, args.steps, args.nanogpt),
+        environment=KEEP_MEMORY if "keep" in options else {},
+    )
 
 
 def step(args):
-    every = ("learned", "gf2", "llama", "litgpt", "nanogpt")
-    names = args.programs or [name + how for how in ("", "/compile") for name in every]
-    names, targets = list(at_hand(names, args)), make_config(args).targets_per_update
+    """Training steps of several programs: a row for each, and all turns."""
+    names = args.programs
+    if not names:
+        names = [name + option for option in ("", "/compile") for name in STEP_MODELS]
+    names = at_hand(names, args.nanogpt)
     if not names:
         raise ValueError("no program is left; name one that is at hand")
-    results = interleave({"matmuls": matmuls} | dict.fromkeys(names, training), args)
+    programs = {"matmuls": Program(partial(make_matmuls, make_config(args)))}
+    programs |= {name: training_program(name, args) for name in names}
+    results = interleave(programs, args.rounds, args.device)
     peak = results["matmuls"]["flop/s"]
+    targets = make_config(args).targets_per_update
 
     def columns(program):
-        seconds, speed = program["seconds"], program["flops"] / program["seconds"]
-        return {"tokens/s": f"{np.median(targets / seconds):,.0f}",
-                "GFLOP/s": f"{np.median(speed) / 1e9:,.0f}",
-                "MFU": f"{np.median(speed / peak):.1%}",
-                "peak GB": f"{program['peak_bytes'][-1] / 1e9:.2f}",
-                **{part: f"{np.median(program[part] / seconds):.2%}" for part in PARTS}}
+        seconds = program["seconds"]
+        speed = program["flops"] / seconds
+        return {
+            "tokens/s": f"{np.median(targets / seconds):,.0f}",
+            "GFLOP/s": f"{np.median(speed) / 1e9:,.0f}",
+            "MFU": f"{np.median(speed / peak):.1%}",
+            "peak GB": f"{program['peak_bytes'][-1] / 1e9:.2f}",
+            **{part: f"{np.median(program[part] / seconds):.2%}" for part in PARTS},
+        }
 
-    print(f"MFU is of the {middle(peak / 1e9, 0)} GFLOP/s of the bare matrix products.\n")
+    reached = median_and_quartiles(peak / 1e9, 0)
+    print(f"MFU is of the {reached} GFLOP/s of the bare matrix products.\n")
     return compare(results, names, columns), results
+
+
+# ---------------- From the command to the first step
+
+BEFORE_THE_LOOP = "update    "  # how the last line before the loop begins
+FIRST_UPDATE = "update 1/1"  # and the first one in it
+
+
+def time_a_start(command):
+    """The seconds until train.py's loop begins and until its first update is made."""
+    started = time.perf_counter()
+    seconds = {}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            for beginning in (BEFORE_THE_LOOP, FIRST_UPDATE):
+                if line.startswith(beginning):
+                    seconds[beginning] = time.perf_counter() - started
+    if len(seconds) < 2:
+        raise ValueError("train.py made no step; mend what it says above")
+    return seconds[BEFORE_THE_LOOP], seconds[FIRST_UPDATE]
 
 
 def start(args):
     """train.py on a little data, without compile: the seconds until its first step begins."""
-    shape = vars(make_config(args)) | dict(device=args.device, dtype=args.dtype, compile=False)
-    shape |= dict(max_updates=1, eval_windows=1)
-    options = [f"--{key}={value}" for key, value in shape.items() if value is not None]
-    root, seconds = Path(__file__).resolve().parent.parent, {"update    ": [], "update 1/1": []}
+    config = make_config(args, compile=False, max_updates=1, eval_windows=1)
+    options = [f"--{key}={value}" for key, value in vars(config).items() if value is not None]
+    begins = []
+    ends = []
     with tempfile.TemporaryDirectory() as folder:
         data = ["--source=tests", "--tokenizer=bpe:512", "--val_share=0.3", f"--out={folder}/data"]
-        subprocess.run([sys.executable, "prepare.py", *data], cwd=root, check=True)
+        subprocess.run([sys.executable, "prepare.py", *data], cwd=ROOT, check=True)
         for number in range(args.rounds):
             paths = [f"--data={folder}/data", f"--out_dir={folder}/{number}"]
             command = [sys.executable, "-u", "train.py", *options, *paths]
-            begun = time.perf_counter()
-            with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as child:
-                for line in child.stdout:
-                    if line[:10] in seconds:  # the last line before the loop, the first in it
-                        seconds[line[:10]].append(time.perf_counter() - begun)
-    begins, ends = seconds.values()
-    if not len(begins) == len(ends) == args.rounds:
-        raise ValueError("train.py made no step; mend what it says above")
-    row = {"s until the first step": middle(begins), "s until its end": middle(ends)}
-    return [row], {"train.py": dict(begins=np.array(begins), ends=np.array(ends))}
+            begin, end = time_a_start(command)
+            begins.append(begin)
+            ends.append(end)
+    row = {
+        "s until the first step": median_and_quartiles(begins),
+        "s until its end": median_and_quartiles(ends),
+    }
+    return [row], {"train.py": {"begins": np.array(begins), "ends": np.array(ends)}}
 
 
 # ---------------- Decoding
 
+PROMPT_LENGTH = 32
 
-def decoding(words, args):
-    """A turn is a greedy continuation of one prompt, batch 1, float32, the same weights for all."""
-    config, device = make_config(args), pick_device(args.device)
-    model = Transformer(config)
-    prompt = torch.arange(1, 33, device=device)[None]  # (1, T)
-    new = min(args.new_tokens, config.max_seq_len - prompt.shape[1])
-    if words == ["llama"]:
-        weights = {convert.hf_name(name): weight for name, weight in model.state_dict().items()}
+
+def make_decoding(name, config, new_tokens):
+    """The function of a turn of decoding: a greedy continuation of one prompt, batch 1, float32,
+    by ours or by llama of the same weights."""
+    device = pick_device(config.device)
+    ours = Transformer(config)
+    prompt = torch.arange(1, PROMPT_LENGTH + 1, device=device)[None]  # (1, T)
+    new_tokens = min(new_tokens, config.max_seq_len - PROMPT_LENGTH)
+    if name == "llama":
         model = make_llama(config)
-        model.load_state_dict(weights)
+        model.load_state_dict(hf_state(ours))
+    else:
+        model = ours
     model.to(device).eval()
 
-    def ours():
-        return [next_ids.item() for next_ids in model.generate(prompt, new, temperature=0)]
+    def decode():
+        if name == "llama":
+            return llama_continuation(model, prompt, new_tokens)
+        return [next_ids.item() for next_ids in model.generate(prompt, new_tokens, temperature=0)]
 
-    def theirs():
-        options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
-        ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        return ids[0, prompt.shape[1] :].tolist()
+    def take_turn():
+        seconds, ids = timed(decode, device)
+        return {"seconds": seconds, "ids": ids, "bytes_per_token": 4 * count_weights(model)}
 
-    def turn():
-        seconds, ids = timed(theirs if words == ["llama"] else ours, device)
-        return dict(seconds=seconds, ids=ids, bytes_per_token=4 * count_weights(model))
-
-    return turn
+    return take_turn
 
 
-def bandwidth(words, args):
-    """A turn is the bytes per second of the best of eight sums over a gigabyte."""
-    device = pick_device(args.device)
+def make_bandwidth(device_name):
+    """The function of a turn of reading: the bytes per second of the best of eight sums over a
+    gigabyte."""
+    device = pick_device(device_name)
     numbers = torch.ones(2**28, device=device)
-    return lambda: {"bytes/s": 2**30 / min(timed(numbers.sum, device)[0] for _ in range(8))}
+
+    def take_turn():
+        seconds = min(timed(numbers.sum, device)[0] for _ in range(8))
+        return {"bytes/s": 2**30 / seconds}
+
+    return take_turn
 
 
 def decode(args):
-    names = list(at_hand(["learned", "llama"], args))
-    results = interleave({"bandwidth": bandwidth} | dict.fromkeys(names, decoding), args)
-    speed = results["bandwidth"]["bytes/s"]
+    """Greedy decoding beside a peer: a row for each, and all turns."""
+    names = at_hand(["learned", "llama"], args.nanogpt)
+    config = make_config(args)
+    programs = {"bandwidth": Program(partial(make_bandwidth, args.device))}
+    for name in names:
+        programs[name] = Program(partial(make_decoding, name, config, args.new_tokens))
+    results = interleave(programs, args.rounds, args.device)
+    bandwidth = results["bandwidth"]["bytes/s"]
 
     def columns(program):
         reached = program["ids"].shape[1] / program["seconds"]
-        limit = speed / program["bytes_per_token"]
-        return {"tokens/s": middle(reached, 1), "limit": f"{np.median(limit):,.1f}",
-                "of it": f"{np.median(reached / limit):.1%}"}  # fmt: skip
+        limit = bandwidth / program["bytes_per_token"]
+        return {
+            "tokens/s": median_and_quartiles(reached, 1),
+            "limit": f"{np.median(limit):,.1f}",
+            "of it": f"{np.median(reached / limit):.1%}",
+        }
 
-    print(f"The limit is to read every matrix once a token, at {middle(speed / 1e9, 1)} GB/s.\n")
+    speed = median_and_quartiles(bandwidth / 1e9, 1)
+    print(f"The limit is to read every matrix once a token, at {speed} GB/s.\n")
     return compare(results, names, columns), results
 
 
 # ---------------- Preparation
 
+ENCODERS = ("prepare.py", "encode_batch", "encode_batch_fast")
 
-def some_texts(args):
-    """The first --megabytes of the source, document by document."""
-    texts, room = [], args.megabytes * 1e6
-    for document in prepare.documents_of(args.source):
+
+def opening_texts(source, megabytes):
+    """The first megabytes of a source, document by document, as text."""
+    texts = []
+    room = megabytes * 1e6
+    for document in documents_of(source):
         texts.append(document.decode("utf-8", "replace"))
         room -= len(document)
         if room <= 0:
@@ -419,73 +348,116 @@ def some_texts(args):
     return texts
 
 
-def encoding(words, args):
-    """A turn is all texts to ids, by prepare.py's threads or one call of `tokenizers`."""
-    texts, theirs = some_texts(args), tokenizer.load_tokenizer(args.tokenizer)
-    encode, _ = tokenizer.make_encoder(theirs)
+def make_encoding(name, source, megabytes, tokenizer_file):
+    """The function of a turn of encoding: all texts to ids, by prepare.py's threads or in one
+    call of `tokenizers`."""
+    texts = opening_texts(source, megabytes)
+    tokenizer = load_tokenizer(tokenizer_file)
+    encode_one, _ = make_encoder(tokenizer)
 
-    def ours():
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(prepare.encoded(texts, encode, pool))
+    def encode():
+        if name == "prepare.py":
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(encoded(texts, encode_one, pool))
+        batch = getattr(tokenizer, name)(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
 
-    def peer():
-        batch = getattr(theirs, words[0])(texts, add_special_tokens=False)
-        return [encoded.ids for encoded in batch]
+    def take_turn():
+        seconds, rows = timed(encode, torch.device("cpu"))
+        lists = [[int(token_id) for token_id in row] for row in rows]
+        digest = hashlib.sha256(repr(lists).encode()).hexdigest()
+        size = sum(len(text.encode()) for text in texts)
+        return {"seconds": seconds, "ids": digest, "bytes": size}
 
-    def turn():
-        seconds, rows = timed(ours if words == ["prepare.py"] else peer, torch.device("cpu"))
-        ids = hashlib.sha256(repr([list(map(int, row)) for row in rows]).encode()).hexdigest()
-        return dict(seconds=seconds, ids=ids, bytes=sum(len(text.encode()) for text in texts))
-
-    return turn
+    return take_turn
 
 
 def preparation(args):
-    names = ["prepare.py", "encode_batch", "encode_batch_fast"]
+    """Text to ids: a row for each way, and all turns."""
+    programs = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
-        tokenizer.make_tokenizer(args.tokenizer, path, some_texts(args))
-        args = argparse.Namespace(**vars(args) | dict(tokenizer=path))
-        results = interleave(dict.fromkeys(names, encoding), args)
+        make_tokenizer(args.tokenizer, path, opening_texts(args.source, args.megabytes))
+        for name in ENCODERS:
+            make = partial(make_encoding, name, args.source, args.megabytes, path)
+            programs[name] = Program(make)
+        results = interleave(programs, args.rounds, args.device)
 
     def columns(program):
-        return {"MB/s": middle(program["bytes"] / 1e6 / program["seconds"])}
+        return {"MB/s": median_and_quartiles(program["bytes"] / 1e6 / program["seconds"])}
 
-    return compare(results, names, columns), results
+    return compare(results, ENCODERS, columns), results
 
 
 # ---------------- Gradients: what is fast must also be right
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of |difference| / |gradient|
-CASES = [  # also shared keys, and a loss in several chunks
-    dict(input_layer="learned", vocab_size=512, d_model=64, n_layers=2, n_heads=4, d_ff=160,
-         max_seq_len=48),
-    dict(input_layer="gf2", vocab_size=1000, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2,
-         d_ff=320, max_seq_len=64),
-    dict(input_layer="binary16", d_model=64, n_layers=1, n_heads=2, d_ff=128, max_seq_len=512),
-]  # fmt: skip
+
+# Also shared keys, and a loss in several chunks.
+CASES = [
+    ModelConfig(
+        input_layer="learned",
+        vocab_size=512,
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        d_ff=160,
+        max_seq_len=48,
+    ),
+    ModelConfig(
+        input_layer="gf2",
+        vocab_size=1000,
+        d_model=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        d_ff=320,
+        max_seq_len=64,
+    ),
+    ModelConfig(
+        input_layer="binary16",
+        d_model=64,
+        n_layers=1,
+        n_heads=2,
+        d_ff=128,
+        max_seq_len=512,
+    ),
+]
+
+
+def draw_case(model, seed):
+    """(ids, targets, weights) of one comparison, drawn from a seed."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(config.vocab_size, (4, config.max_seq_len + 1), generator=generator)
+    rows[0, :3] = 0  # the zero code in front of a row
+    weights = {}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.05
+        weights[name] = noise + (parameter.dim() == 1)
+    return rows[:, :-1], rows[:, 1:], weights
 
 
 def worst_error(config, dtype, compiled, device, seeds):
     """(the greatest |difference| / |gradient| from eager float64, whose it is)."""
-    exact, ours = Transformer(config).double().to(device), Transformer(config).to(device)
-    model, errors = torch.compile(ours) if compiled else ours, {}
+    exact = Transformer(config).double().to(device)
+    ours = Transformer(config).to(device)
+    model = torch.compile(ours) if compiled else ours
+    errors = {}
     for seed in range(seeds):
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(config.vocab_size, (4, config.max_seq_len + 1), generator=generator)
-        ids[0, :3] = 0  # the zero code in front of a row
-        ids, targets = ids[:, :-1].to(device), ids[:, 1:].to(device)
-        weights = {name: torch.randn(p.shape, generator=generator) * 0.05 + (p.dim() == 1)
-                   for name, p in ours.named_parameters()}  # fmt: skip
+        ids, targets, weights = draw_case(ours, seed)
+        ids, targets = ids.to(device), targets.to(device)
         for copy in (exact, ours):
             copy.load_state_dict(weights)
             copy.zero_grad()
         F.cross_entropy(exact(ids)[0].flatten(0, 1), targets.flatten()).backward()
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(device, dtype):
             _, loss = model(ids, targets)
         loss.backward()
-        for (name, p), q in zip(ours.named_parameters(), exact.parameters(), strict=True):
-            error = (p.grad.double() - q.grad).norm() / q.grad.norm()
+        pairs = zip(ours.named_parameters(), exact.parameters(), strict=True)
+        for (name, parameter), reference in pairs:
+            difference = parameter.grad.double() - reference.grad
+            error = difference.norm() / reference.grad.norm()
             errors[f"{name}, seed {seed}"] = error.nan_to_num(torch.inf).item()
     worst = max(errors, key=errors.get)
     return errors[worst], worst
@@ -493,39 +465,63 @@ def worst_error(config, dtype, compiled, device, seeds):
 
 def gradients(args):
     """Every gradient of ours, eager and compiled. Raises ValueError if one is out of bounds."""
-    device, rows = pick_device(args.device), []
-    for case, dtype, compiled in itertools.product(CASES, BOUNDS, (False, True)):
-        error, whose = worst_error(ModelConfig(**case), dtype, compiled, device, args.rounds)
-        how = f"{case['input_layer']}, {dtype}, {'compiled' if compiled else 'eager'}"
+    device = pick_device(args.device)
+    rows = []
+    for config, dtype, compiled in itertools.product(CASES, BOUNDS, (False, True)):
+        error, whose = worst_error(config, dtype, compiled, device, args.rounds)
+        how = f"{config.input_layer}, {dtype}, {'compiled' if compiled else 'eager'}"
         if error > BOUNDS[dtype]:
-            what = f"the gradient of {whose}, of {how}, is off by {error:.2g} of its size"
-            raise ValueError(f"{what}; mend that before timing anything")
-        rows.append({"model": how, "worst error": f"{error:.1e}", "bound": BOUNDS[dtype],
-                     "of": whose})  # fmt: skip
+            raise ValueError(
+                f"the gradient of {whose}, of {how}, is off by {error:.2g} of its size; "
+                "mend that before timing anything"
+            )
+        row = {"model": how, "worst error": f"{error:.1e}", "bound": BOUNDS[dtype], "of": whose}
+        rows.append(row)
     return rows, {}
 
 
-# ---------------- The report
+# ---------------- The command
+
+WORKS = {
+    "step": step,
+    "start": start,
+    "decode": decode,
+    "prepare": preparation,
+    "gradients": gradients,
+}
 
 
-def circumstances():
-    """What the figures depend on."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = info.partition("model name\t: ")[2].partition("\n")[0] or platform.processor()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
-    versions = {name: metadata.version(name) for name in PACKAGES if util.find_spec(name)}
-    return dict(machine=f"{cpu}, {torch.get_num_threads()} threads, GPU {gpu}",
-                date=date.today().isoformat(), command=" ".join([*settings, "python", *sys.argv]),
-                python=platform.python_version(), **versions)  # fmt: skip
+def markdown(rows):
+    """Rows {column: value} as a Markdown table."""
+    cells = [list(rows[0])] + [[str(value) for value in row.values()] for row in rows]
+    header, *others = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([header, "|---" * len(rows[0]) + "|", *others])
 
 
-WORKS = dict(step=step, start=start, decode=decode, prepare=preparation, gradients=gradients)
+def bench(args):
+    """Do all works that were asked for, print their tables and write --out."""
+    if min(args.rounds, args.steps, args.new_tokens) < 1:
+        raise ValueError("--rounds, --steps or --new_tokens is below 1; give at least 1")
+    if args.out:
+        args.out.touch()  # what cannot be written fails before the work
+    report = circumstances()
+    for key, value in report.items():
+        print(f"{key}: {value}", flush=True)
+    for work in args.works:
+        print(f"\n## {work}\n")
+        rows, results = WORKS[work](args)
+        print(markdown(rows))
+        turns = {
+            name: {key: values.tolist() for key, values in program.items()}
+            for name, program in results.items()
+        }
+        report[work] = {"table": rows, "turns": turns}
+    if args.out:
+        write_json(args.out, report)
 
 
 def main(argv=None):
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
+    parser = make_parser(__doc__)
     parser.add_argument("works", nargs="+", choices=WORKS, metavar="WORK", help=", ".join(WORKS))
     parser.add_argument("--shape", default="small-vocab", help=f"a config or {', '.join(SHAPES)}")
     parser.add_argument("--d_ff", type=int, help="instead of the shape's")
@@ -543,22 +539,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args(argv)
     with refusals(parser):
-        if min(args.rounds, args.steps, args.new_tokens) < 1:
-            raise ValueError("--rounds, --steps or --new_tokens is below 1; give at least 1")
-        if args.out:
-            args.out.touch()  # what cannot be written fails before the work
-        report = circumstances()
-        print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
-        for work in args.works:
-            print(f"\n## {work}\n")
-            rows, results = WORKS[work](args)
-            print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
-            print(*("| " + " | ".join(map(str, row.values())) + " |" for row in rows), sep="\n")
-            turns = {name: {key: values.tolist() for key, values in program.items()}
-                     for name, program in results.items()}  # fmt: skip
-            report[work] = dict(table=rows, turns=turns)
-        if args.out:
-            shards.write_json(args.out, report)
+        bench(args)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python studies/formation.py                  a smoke of about a minute
     python studies/formation.py --size cpu       an hour on one core
     python studies/formation.py --size gpu       some minutes on a large GPU
+    python studies/formation.py --redraw --out studies/results    only the picture
 
 Trains a small model for each interface and seed, with the seed's initial backbone and batches, and
 looks at its residual, the input (depth 0) and what leaves each block, at six moments.
@@ -21,7 +22,7 @@ whether the prediction goes to a donor: at the last position of a window the res
 is replaced by that of another window, so that depth 0 is another token in the same context, and at
 the last depth the prediction is the donor's by construction. It is nearer if KL(donor | it) is
 below KL(own | it). It follows if its likeliest token is the donor's, where that is not the own one.
-At depth 0 both tell how much hangs on the last token.
+At depth 0 both tell how much depends on the last token.
 
 What it cannot show: a linear probe tells what can be read, not what is used, and to it a parity of
 bits is unreadable, so that the bits of the id are not in gf2 or signs. BPE ids begin with the
@@ -34,191 +35,377 @@ training, at a learning rate that was not tuned. Intervals are Student's over se
 a code's matrix. A finished run is one file under --out/runs and is not made again.
 """
 
-import argparse
 import keyword
 import string
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cost import interfaces
-from geometry import SIZES, fit, in_words, interval, read_runs
-
-import shards
 from codes import binary_codes
-from device import pick_device, pick_dtype, refusals
-from evaluate import COUNTED, DECILES, table, token_counts
-from model import INPUT_LAYERS, Transformer
-from tokenizer import load_tokenizer
-from train import FREE, Config
+from model import INPUT_LAYERS, LinearCodeInput, Transformer
+from nanocodes.batches import read_windows, validation_windows
+from nanocodes.command import refusals
+from nanocodes.device import autocast, pick_device, pick_dtype
+from nanocodes.files import read_json, write_json
+from nanocodes.held_out import COUNTED_TOKENS, DECILES, token_counts
+from nanocodes.pictures import GREY, draw_curve, label_curves, looks_of, new_figure, save_figure
+from nanocodes.report import table
+from nanocodes.shards import open_shards
+from nanocodes.tokenizer import load_tokenizer
+from studies.common import (
+    SIZES,
+    add_redraw_option,
+    add_seeds_option,
+    fit,
+    in_words,
+    interfaces,
+    interval,
+    make_config,
+    make_study_parser,
+    output_folder,
+    read_runs_of,
+    seeds_of,
+    setting_of,
+    write_results,
+)
 
-CHANGES = dict(smoke=dict(max_updates=64), cpu=dict(eval_windows=256), gpu=dict(eval_windows=256))
-MOMENTS = (5, 3, 2, 1, 0)  # beside the start: after 1/32, 1/8, 1/4, 1/2 and all of the updates
+# What this study changes of the sizes. All held-out windows of eval_windows are probed.
+CHANGES = {
+    "smoke": {"max_updates": 64},
+    "cpu": {"eval_windows": 256},
+    "gpu": {"eval_windows": 256},
+}
+HALVINGS = (5, 3, 2, 1, 0)  # moments beside the start: after 1/32, 1/8, 1/4, 1/2 and all updates
 RIDGE = 1e-3  # added to the variance of each feature, which is 1
+
+# ---------------- Questions: what the probes are asked
+
+
+def has_digit(text):
+    return any(character.isdigit() for character in text)
+
+
+def is_punctuation(text):
+    characters = set(text.strip(" "))
+    return len(characters) > 0 and characters <= set(string.punctuation)
+
+
 CLASSES = {  # of a token's text
     "space first": lambda text: text.startswith(" "),
     "letters": lambda text: text.strip(" ").isalpha(),
-    "digits": lambda text: any(map(str.isdigit, text)),
-    "punctuation": lambda text: set() < set(text.strip(" ")) <= set(string.punctuation),
+    "digits": has_digit,
+    "punctuation": is_punctuation,
     "keyword": lambda text: keyword.iskeyword(text.strip(" ")),
 }
-COLUMNS = ("low bits", "high bits", "own code", "frequency", *CLASSES, "classes", "control",
-           "effective rank", "anisotropy")  # classes is the mean of the five  # fmt: skip
-MEASURED = ("moments", "ids", "nats", "rises", "nearer", "can", "follows")
-RUN = {"interface", "seed", "updates", *MEASURED}  # what the report takes of a run
-PICTURED = (*COLUMNS[:4], "classes", "effective rank")
+COLUMNS = (
+    "low bits",
+    "high bits",
+    "own code",
+    "frequency",
+    *CLASSES,
+    "classes",  # the mean of the five
+    "control",
+    "effective rank",
+    "anisotropy",
+)
 
 
-# ---------------- What a residual holds and does
+@dataclass
+class Questions:
+    """What is asked of every residual: L yes/no labels of n distinct ids, at a position of each.
+
+    All models of a seed have the same but for the labels "own code".
+    """
+
+    positions: torch.Tensor  # (n,) int64, a random place of each id among those of ids (B, T)
+    half: torch.Tensor  # (n,) bool, which half of the ids an id is in
+    labels: torch.Tensor  # (n, L) bool; no label is constant in a half
+    control: torch.Tensor  # (n, L) bool, the labels of another id of the same half
+    names: np.ndarray  # (L,) str, the group that a label belongs to
+
+
+def label_groups(model, config, ids):
+    """name -> labels of ids (n,), bool (n, how many labels the group has)."""
+    tokenizer = load_tokenizer(Path(config.data) / "tokenizer.json")
+    texts = [tokenizer.decode([i]) for i in ids]
+    groups = {name: np.array([[test(text)] for text in texts]) for name, test in CLASSES.items()}
+    bits = binary_codes(ids, (config.vocab_size - 1).bit_length()) == 1  # all that vary
+    groups["low bits"], groups["high bits"] = np.array_split(bits, 2, axis=1)
+    train = open_shards(config.data, "train")
+    counts = token_counts(train, 0, min(train.tokens, COUNTED_TOKENS))[ids]
+    quantiles = np.quantile(counts, np.arange(1, DECILES) / DECILES)
+    groups["frequency"] = counts[:, None] < quantiles
+    if isinstance(model.input, LinearCodeInput):
+        codes = model.input.codes(torch.from_numpy(ids).to(model.input.matrix.device)[None])[0]
+        groups["own code"] = codes.cpu().numpy() > 0
+    return groups
 
 
 def make_questions(model, config, ids):
-    """What is asked of every residual of ids (W, T), the same but for "own code" in all models of a
-    seed: a random position of each of n ids; the half (n,) of them that the id is in; (n, 2L) bool,
-    L labels of the id, none constant in a half, and those of another in it; their L names."""
-    train, generator = shards.open_shards(config.data, "train"), np.random.default_rng(config.seed)
+    """The Questions about ids (B, T), an array; random choices depend on config.seed alone."""
+    generator = np.random.default_rng(config.seed)
     order = generator.permutation(ids.size)
-    present, first = np.unique(ids.flat[order], return_index=True)
-    tokenizer = load_tokenizer(Path(config.data) / "tokenizer.json")
-    texts = [tokenizer.decode([i]) for i in present]
-    labels = {name: np.array([[test(text)] for text in texts]) for name, test in CLASSES.items()}
-    bits = binary_codes(present, (config.vocab_size - 1).bit_length()) == 1  # all that vary
-    labels["low bits"], labels["high bits"] = np.array_split(bits, 2, axis=1)
-    counts = token_counts(train, 0, min(train.tokens, COUNTED))[present]
-    labels["frequency"] = counts[:, None] < np.quantile(counts, np.arange(1, DECILES) / DECILES)
-    if config.input_layer != "learned":
-        labels["own code"] = model.input.weight.cpu().numpy()[present] > 0
-    names = np.repeat(list(labels), [group.shape[1] for group in labels.values()])
-    labels, others = np.hstack(list(labels.values())), np.arange(len(present))
-    half, varies = generator.permutation(len(present)) % 2 == 0, True
+    present, first = np.unique(ids.flat[order], return_index=True)  # (n,) each
+    groups = label_groups(model, config, present)
+    labels = np.hstack(list(groups.values()))
+    names = np.repeat(list(groups), [group.shape[1] for group in groups.values()])
+
+    half = generator.permutation(len(present)) % 2 == 0
+    others = np.arange(len(present))
+    varies = np.ones(len(names), dtype=bool)
     for side in (half, ~half):
         others[side] = generator.permutation(others[side])
         varies &= labels[side].any(axis=0) & ~labels[side].all(axis=0)
-    labels = np.hstack((labels[:, varies], labels[others][:, varies]))
-    return *map(torch.from_numpy, (order[first], half, labels)), names[varies]
+    labels = labels[:, varies]
+    return Questions(
+        positions=torch.from_numpy(order[first]),
+        half=torch.from_numpy(half),
+        labels=torch.from_numpy(labels),
+        control=torch.from_numpy(labels[others]),
+        names=names[varies],
+    )
+
+
+# ---------------- What can be read in a residual
 
 
 @torch.no_grad()
 def residuals(model, ids):
-    """The residual of ids (B, T) at each depth, (B, T, d_model). The mask of `model.hidden` is for
-    the backward pass: positions that it makes 0 are 0 by themselves."""
-    found, T = [model.input(ids)], ids.shape[1]
+    """The residual of ids (B, T) at each depth, a list of (B, T, d_model).
+
+    The mask of `model.hidden` is for the backward pass: positions that it makes 0 are 0 by
+    themselves.
+    """
+    T = ids.shape[1]
+    depths = [model.input(ids)]
     for block in model.blocks:
-        found.append(block(found[-1], model.cos[:T], model.sin[:T]))
-    return found
+        depths.append(block(depths[-1], model.cos[:T], model.sin[:T]))
+    return depths
 
 
-def right_order(values, labels):
-    """AUC (L,): the share of pairs of a true and a false row in which the true one has the greater
-    of values (n, L); equal ones count half."""
+def auc(values, labels):
+    """AUC (L,) of values (n, L) for labels (n, L): the share of pairs of a true and a false row
+    in which the true one has the greater value; equal ones count half."""
     columns = values.T.contiguous()  # (L, n)
-    ordered, trues = columns.sort(dim=1).values, labels.sum(dim=0)
-    below, up_to = (torch.searchsorted(ordered, columns, right=right) for right in (False, True))
-    ranks = (below + up_to + 1).T / 2  # (n, L), from 1
+    ordered = columns.sort(dim=1).values
+    below = torch.searchsorted(ordered, columns, right=False)
+    up_to = torch.searchsorted(ordered, columns, right=True)
+    ranks = (below + up_to + 1).T / 2  # (n, L), from 1, the mean of equal ones
+    trues = labels.sum(dim=0)
     pairs = trues * (len(values) - trues)
     return ((ranks * labels).sum(dim=0) - trues * (trues + 1) / 2) / pairs
 
 
+def ridge_outputs(x, labels, learn):
+    """What ridge regressions on labels (n, L) as -1 and 1, fitted on the rows `learn` (n,) of
+    x (n, d_model), say of all rows: (n, L)."""
+    features = (x - x[learn].mean(dim=0)) / x[learn].std(dim=0).clamp(min=1e-9)
+    known = features[learn]
+    targets = 2 * labels[learn].to(x) - 1
+    identity = torch.eye(x.shape[1], dtype=x.dtype)
+    gram = known.T @ known + RIDGE * len(known) * identity
+    return features @ torch.cholesky_solve(known.T @ targets, torch.linalg.cholesky(gram))
+
+
 def probe(x, labels, half):
-    """AUC (L,) of linear probes for labels (n, L) from x (n, d_model), learned on the positions in
-    one half (n,) and scored on those in the other; the mean of both directions."""
+    """AUC (L,) of linear probes for labels (n, L) from x (n, d_model), learned on the rows in one
+    half (n,) and scored on those in the other; the mean of both directions."""
     scores = []
     for learn in (half, ~half):
-        features = (x - x[learn].mean(dim=0)) / x[learn].std(dim=0).clamp(min=1e-9)
-        known, targets = features[learn], 2 * labels[learn].to(x) - 1
-        gram = known.T @ known + RIDGE * len(known) * torch.eye(x.shape[1], dtype=x.dtype)
-        output = features @ torch.cholesky_solve(known.T @ targets, torch.linalg.cholesky(gram))
-        scores.append(right_order(output[~learn], labels[~learn]))
+        outputs = ridge_outputs(x, labels, learn)
+        scores.append(auc(outputs[~learn], labels[~learn]))
     return sum(scores) / len(scores)
 
 
-def spread(x):
-    """Effective rank of x (n, d_model), exp of the entropy of its normalised squared singular
-    values after centring, and its anisotropy, the mean cosine over all pairs of rows."""
+def effective_rank(x):
+    """exp of the entropy of the normalised squared singular values of x (n, d_model), centred."""
     squares = torch.linalg.eigvalsh(torch.cov(x.T)).clamp(min=0)
-    rank = torch.special.entr(squares / squares.sum()).sum().exp().item()
-    n, total = len(x), torch.nn.functional.normalize(x, dim=1).sum(dim=0)
-    return rank, (total.square().sum().item() - n) / (n * (n - 1))
+    return torch.special.entr(squares / squares.sum()).sum().exp().item()
 
 
-def measure(model, ids, positions, half, labels, names):
-    """name -> its value at each depth: of those of COLUMNS that the model has, and "classes"."""
+def anisotropy(x):
+    """The mean cosine over all pairs of rows of x (n, d_model)."""
+    n = len(x)
+    total = F.normalize(x, dim=1).sum(dim=0)
+    return (total.square().sum().item() - n) / (n * (n - 1))
+
+
+def measure(model, ids, questions):
+    """name -> its value at each depth: of those of COLUMNS that the model has, for ids (B, T)."""
+    # One probe for both, since they share the costly part.
+    labels = torch.cat((questions.labels, questions.control), dim=1)
     depths = []
     for x in residuals(model, ids):
-        x = x.flatten(0, 1)[positions.to(x.device)].cpu().double()  # (n, d_model)
-        scores, control = probe(x, labels, half).chunk(2)
-        found = {name: scores[names == name].mean().item() for name in set(names.tolist())}
-        found["classes"] = float(np.mean([found[name] for name in CLASSES if name in found]))
-        found["control"] = control.mean().item()
-        found["effective rank"], found["anisotropy"] = spread(x)
-        depths.append(found)
-    return {name: [found[name] for found in depths] for name in depths[0]}
+        x = x.flatten(0, 1)[questions.positions.to(x.device)].cpu().double()  # (n, d_model)
+        scores, control = probe(x, labels, questions.half).chunk(2)
+        values = {
+            name: scores[questions.names == name].mean().item()
+            for name in dict.fromkeys(questions.names.tolist())
+        }
+        values["classes"] = float(np.mean([values[name] for name in CLASSES if name in values]))
+        values["control"] = control.mean().item()
+        values["effective rank"] = effective_rank(x)
+        values["anisotropy"] = anisotropy(x)
+        depths.append(values)
+    return {name: [values[name] for values in depths] for name in depths[0]}
+
+
+# ---------------- What a residual does
 
 
 @torch.no_grad()
-def skip_rises(model, ids, targets):
-    """Nats per token, and by how much they rise without each block."""
-    blocks, losses = model.blocks, [model.losses(ids, targets).mean().item()]
+def loss_without_blocks(model, ids, targets):
+    """Nats per token, and a list of by how much they rise without each block."""
+    blocks = model.blocks
+    nats = model.losses(ids, targets).mean().item()
+    rises = []
     for i in range(len(blocks)):
         model.blocks = blocks[:i] + blocks[i + 1 :]
-        losses.append(model.losses(ids, targets).mean().item())
+        rises.append(model.losses(ids, targets).mean().item() - nats)
     model.blocks = blocks
-    return losses[0], [loss - losses[0] for loss in losses[1:]]
+    return nats, rises
 
 
 @torch.no_grad()
 def substitute(model, ids):
-    """Log-probabilities of what follows rows of ids (B, T): own (B, V), and for each depth with the
-    residual there, at the last position, replaced by that of its donor, the row before."""
-    found, T = residuals(model, ids), ids.shape[1]
-    ends = [found[-1][:, -1].clone()]
-    for depth, x in enumerate(found):
+    """Log-probabilities of what follows rows of ids (B, T): the own ones, (B, V), and those with
+    the residual of each depth, at the last position, replaced by that of a donor, the row before:
+    (n_layers + 1, B, V)."""
+    T = ids.shape[1]
+    depths = residuals(model, ids)
+
+    def predict(last):  # (B, d_model)
+        return model.head(model.norm(last)).double().log_softmax(dim=-1)
+
+    own = predict(depths[-1][:, -1].clone())
+    replaced = []
+    for depth, x in enumerate(depths):
         x[:, -1] = x[:, -1].roll(1, dims=0)
         for block in model.blocks[depth:]:
             x = block(x, model.cos[:T], model.sin[:T])
-        ends.append(x[:, -1])
-    own, *replaced = (model.head(model.norm(x)).double().log_softmax(dim=-1) for x in ends)
-    return own, torch.stack(replaced)  # (B, V), (n_layers + 1, B, V)
+        replaced.append(predict(x[:, -1]))
+    return own, torch.stack(replaced)
 
 
-def shares(own, replaced):
-    """At each depth the share of rows that are nearer to the donor, and the share that follow it
-    among those that can: None where there are none, as early in a training."""
-    donor = own.roll(1, dims=0)
-    to_own, to_donor = ((p.exp() * (p - replaced)).sum(dim=-1) for p in (own, donor))
-    differ = own.argmax(dim=-1) != donor.argmax(dim=-1)
-    follows = (replaced.argmax(dim=-1) == donor.argmax(dim=-1))[:, differ].double().mean(dim=1)
-    return dict(nearer=(to_donor < to_own).double().mean(dim=1).tolist(), can=differ.sum().item(),
-                follows=follows.tolist() if differ.any() else None)  # fmt: skip
+@dataclass
+class DonorShares:
+    """How far predictions go to a donor, for each depth."""
+
+    nearer: list  # the share of rows that are nearer to the donor's prediction than to their own
+    can: int  # rows whose likeliest token is not the donor's
+    follows: list | None  # the share of these that take the donor's; None where there are none
 
 
-def run(config, device, dtype):
-    """Train one model and measure it on the way; returns what its file holds."""
-    started, moments = time.perf_counter(), {config.max_updates >> i for i in MOMENTS}
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    val = shards.open_shards(config.data, "val")
-    windows = shards.validation_windows(val, config.max_seq_len, config.eval_windows)
-    ids, targets = (x.to(device) for x in shards.read_windows(val, windows, config.max_seq_len))
+def donor_shares(own, replaced):
+    """The DonorShares of what `substitute` returns."""
+    donor = own.roll(1, dims=0)  # (B, V)
+    to_own = (own.exp() * (own - replaced)).sum(dim=-1)  # KL divergences, (n_layers + 1, B)
+    to_donor = (donor.exp() * (donor - replaced)).sum(dim=-1)
+    differ = own.argmax(dim=-1) != donor.argmax(dim=-1)  # (B,)
+    follows = None
+    if differ.any():  # early in a training it may be none
+        takes = replaced.argmax(dim=-1) == donor.argmax(dim=-1)
+        follows = takes[:, differ].double().mean(dim=1).tolist()
+    return DonorShares(
+        nearer=(to_donor < to_own).double().mean(dim=1).tolist(),
+        can=differ.sum().item(),
+        follows=follows,
+    )
+
+
+# ---------------- One run
+
+
+@dataclass
+class Run:
+    """The record of a finished run, as its file holds it."""
+
+    interface: str  # its input layer
+    seed: int
+    setting: dict  # see setting_of
+    updates: list  # made at each moment
+    moments: list  # of what `measure` returns
+    ids: int  # distinct ones that are probed
+    nats: float  # held-out loss per token
+    rises: list  # of that loss, without each block
+    nearer: list  # see DonorShares
+    can: int
+    follows: list | None
+    seconds: float
+    torch: str  # version
+
+
+def make_run(config, setting, device, dtype):
+    """Train one model and measure it on the way; returns its Run."""
+    started = time.perf_counter()
+    val = open_shards(config.data, "val")
+    windows = validation_windows(val, config.max_seq_len, config.eval_windows)
+    ids, targets = read_windows(val, windows, config.max_seq_len)
     model = Transformer(config).to(device).train()
-    questions = make_questions(model, config, ids.cpu().numpy())
-    found = [measure(model, ids, *questions)]
-    found += [measure(model, ids, *questions)
-              for done in fit(model, config, autocast) if done in moments]  # fmt: skip
-    with autocast():
-        nats, rises = skip_rises(model, ids, targets)
-    return dict(updates=sorted({0, *moments}), moments=found, ids=len(questions[1]), nats=nats,
-                rises=rises, **shares(*substitute(model, ids)),
-                seconds=time.perf_counter() - started, torch=torch.__version__)  # fmt: skip
+    questions = make_questions(model, config, ids.numpy())
+    ids = ids.to(device)
+    targets = targets.to(device)
+
+    updates = sorted({0, *(config.max_updates >> halvings for halvings in HALVINGS)})
+    moments = [measure(model, ids, questions)]
+    for done in fit(model, config, dtype):
+        if done in updates:
+            moments.append(measure(model, ids, questions))
+    with autocast(device, dtype):
+        nats, rises = loss_without_blocks(model, ids, targets)
+    shares = donor_shares(*substitute(model, ids))
+    return Run(
+        interface=config.input_layer,
+        seed=config.seed,
+        setting=setting,
+        updates=updates,
+        moments=moments,
+        ids=len(questions.half),
+        nats=nats,
+        rises=rises,
+        nearer=shares.nearer,
+        can=shares.can,
+        follows=shares.follows,
+        seconds=time.perf_counter() - started,
+        torch=torch.__version__,
+    )
 
 
-# ---------------- Report and sweep
+def read_formation_runs(folder, setting):
+    """The Runs in a folder. Raises ValueError where one is of another size or of other data, or
+    lacks a field."""
+    names = {field.name for field in fields(Run)}
+    records = read_runs_of(folder, names, setting)
+    return [Run(**{name: record[name] for name in names}) for record in records]
+
+
+# ---------------- Over seeds
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """An interface over its seeds, as formation.json holds it: intervals in place of numbers."""
+
+    moments: list
+    ids: dict
+    nats: dict
+    rises: list
+    nearer: list
+    can: dict
+    follows: list | None = None  # left out where a seed has none
+    updates: list
+    seeds: int  # how many
+
+
+MEASURED = ("moments", "ids", "nats", "rises", "nearer", "can", "follows")
 
 
 def over_seeds(values):
@@ -231,118 +418,204 @@ def over_seeds(values):
     return interval(values)
 
 
-def report(results, setting):
-    """All tables, as Markdown."""
-    depths, rows, causes = range(setting["n_layers"] + 1), [], []
-    say = partial(in_words, form=".3f")
-    for name, found in results.items():
-        last = found["moments"][-1]
+def summarise(runs):
+    """name of an interface -> Summary, in the order of INPUT_LAYERS.
+
+    Raises ValueError where there is no run.
+    """
+    if not runs:
+        raise ValueError("there is no run to report; give --seeds")
+    summaries = {}
+    for name in INPUT_LAYERS:
+        of_name = [run for run in runs if run.interface == name]
+        if of_name:
+            measured = over_seeds([{key: getattr(run, key) for key in MEASURED} for run in of_name])
+            summaries[name] = Summary(**measured, updates=of_name[0].updates, seeds=len(of_name))
+    return summaries
+
+
+# ---------------- Report
+
+say = partial(in_words, form=".3f")
+
+
+def depths_part(summaries, depths):
+    """A row for each interface and depth, after training."""
+    rows = []
+    for name, summary in summaries.items():
+        last = summary.moments[-1]
         for depth in depths:
             cells = [say(last[what][depth]) if what in last else "" for what in COLUMNS]
-            rows.append([name, str(found["seeds"]), str(depth), *cells])
-        causes.append([name, f"rise of {say(found['nats'])} nats without block", "", ""])
-        causes[-1] += map(say, found["rises"])
-        for what in ("nearer", "follows"):
-            if what in found:
-                of = found["can"]["mean"] if what == "follows" else setting["eval_windows"]
-                low = [depth for depth in depths if found[what][depth]["mean"] <= 0.5]
-                causes.append([name, f"{what}, of {of:.0f}", str(max(low, default=-1) + 1)])
-                causes[-1] += map(say, found[what])
-    ids = min(found["ids"]["mean"] for found in results.values())
-    yield (
+            rows.append([name, str(summary.seeds), str(depth), *cells])
+    return table(["interface", "seeds", "depth", *COLUMNS], rows)
+
+
+def donor_row(name, what, rows_counted, shares):
+    """A row of effects_part: shares at each depth, and from which on all are above a half."""
+    low = [depth for depth, share in enumerate(shares) if share["mean"] <= 0.5]
+    first = max(low, default=-1) + 1
+    return [name, f"{what}, of {rows_counted:.0f}", str(first), *map(say, shares)]
+
+
+def effects_part(summaries, depths, windows):
+    """What blocks and residuals do: three rows for each interface."""
+    rows = []
+    for name, summary in summaries.items():
+        what = f"rise of {say(summary.nats)} nats without block"
+        rows.append([name, what, "", "", *map(say, summary.rises)])
+        rows.append(donor_row(name, "nearer", windows, summary.nearer))
+        if summary.follows is not None:
+            rows.append(donor_row(name, "follows", summary.can["mean"], summary.follows))
+    return table(["interface", "what", "half from depth", *map(str, depths)], rows)
+
+
+def report(summaries, setting):
+    """All tables, as Markdown, each with a sentence on it."""
+    depths = range(setting["n_layers"] + 1)
+    targets = setting["max_updates"] * setting["targets_per_update"]
+    ids = min(summary.ids["mean"] for summary in summaries.values())
+    parts = [
         f"{setting['n_layers']} blocks of width {setting['d_model']}, V {setting['vocab_size']:,}, "
-        f"{setting['max_updates'] * setting['targets_per_update']:,} targets: mean over seeds ± "
-        "half of its 95 % t-interval. At each depth, where 0 is the input: AUC of linear probes; "
-        "the effective rank, exp of the entropy of normalised squared singular values; and the "
-        f"anisotropy, the mean cosine of all pairs; of {ids:,.0f} ids."
-    )
-    yield table(["interface", "seeds", "depth", *COLUMNS], rows)
-    yield (
+        f"{targets:,} targets: mean over seeds ± half of its 95 % t-interval. At each depth, where "
+        "0 is the input: AUC of linear probes; the effective rank, exp of the entropy of "
+        "normalised squared singular values; and the anisotropy, the mean cosine of all pairs; of "
+        f"{ids:,.0f} ids.",
+        depths_part(summaries, depths),
         "By how much the loss rises without each block, counted from 1; and with a donor's "
         "residual at each depth, counted from 0, the share of windows whose prediction is nearer "
-        "to the donor's, or follows it, and from which depth on that is more than half."
-    )
-    yield table(["interface", "what", "half from depth", *map(str, depths)], causes)
+        "to the donor's, or follows it, and from which depth on that is more than half.",
+        effects_part(summaries, depths, setting["eval_windows"]),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def draw(results, width, path):
-    """Heat maps of depth against updates: PICTURED down, interfaces across."""
-    from matplotlib.figure import Figure
-
-    shape = len(PICTURED), len(results)
-    figure = Figure(figsize=(4 * shape[1], 2.6 * shape[0]), layout="constrained")
-    for row, what in zip(figure.subplots(*shape, squeeze=False), PICTURED, strict=True):
-        for axis, (name, found) in zip(row, results.items(), strict=True):
-            if what not in found["moments"][0]:
-                axis.set_axis_off()
-                continue
-            least, most, form = (1, width, ".0f") if what == "effective rank" else (0.5, 1, ".2f")
-            means = [[depth["mean"] for depth in moment[what]] for moment in found["moments"]]
-            axis.imshow(np.transpose(means), aspect="auto", origin="lower", vmin=least, vmax=most)
-            for (moment, depth), mean in np.ndenumerate(means):
-                colour = "white" if mean < (least + most) / 2 else "black"
-                axis.text(moment, depth, f"{mean:{form}}", ha="center", va="center", color=colour)
-            axis.set_xticks(range(len(means)), found["updates"])
-            axis.set(title=f"{name}: {what}", ylabel="depth", yticks=range(len(means[0])))
-            axis.set_xlabel("updates" if what == PICTURED[-1] else "")
-    figure.savefig(path, dpi=110)
+# ---------------- Picture
 
 
-def write_report(out, setting, records):
-    """formation.json, .md and .png of all runs; returns the Markdown. Raises ValueError where there
-    are none."""
-    results = {}
-    for name in INPUT_LAYERS:
-        if runs := [record for record in records if record["interface"] == name]:
-            results[name] = over_seeds([{key: record[key] for key in MEASURED} for record in runs])
-            results[name] |= {"updates": runs[0]["updates"], "seeds": len(runs)}
-    if not results:
-        raise ValueError("there is no run to report; give --seeds")
-    text = "\n\n".join(report(results, setting)) + "\n"
-    shards.write_json(out / "formation.json", dict(setting=setting, interfaces=results))
-    shards.write_whole(out / "formation.md", text.encode())
-    draw(results, setting["d_model"], out / "formation.png")
+def draw_intervals(axes, xs, intervals, look, label):
+    """A curve of means, and a band of their intervals where there are several seeds."""
+    means = np.array([found["mean"] for found in intervals])
+    halves = np.array([found["half"] or 0.0 for found in intervals])
+    axes.fill_between(xs, means - halves, means + halves, color=look.colour, alpha=0.12, lw=0)
+    draw_curve(axes, xs, means, look, label)
+
+
+def draw_by_depth(axes, summaries, looks, what):
+    """One of COLUMNS against depth, after training."""
+    for (name, summary), look in zip(summaries.items(), looks, strict=True):
+        intervals = summary.moments[-1].get(what)
+        if intervals:
+            draw_intervals(axes, range(len(intervals)), intervals, look, name)
+    depths = len(next(iter(summaries.values())).nearer)
+    axes.set_xticks(range(depths), ["input", *map(str, range(1, depths))])
+    axes.set_xlabel("after block")
+
+
+def draw_by_updates(axes, summaries, looks, what):
+    """One of COLUMNS at the last depth against updates."""
+    for (name, summary), look in zip(summaries.items(), looks, strict=True):
+        intervals = [moment[what][-1] for moment in summary.moments]
+        draw_intervals(axes, range(len(intervals)), intervals, look, name)
+    updates = next(iter(summaries.values())).updates
+    axes.set_xticks(range(len(updates)), updates)  # evenly apart, since most of it is early
+    axes.set_xlabel("updates")
+
+
+def finish_auc(axes):
+    """Make an axis one of AUC."""
+    axes.axhline(0.5, color=GREY, linewidth=0.8, linestyle=":", label="chance")
+    axes.set(ylim=(0.4, 1.04), ylabel="AUC of linear probes")
+
+
+def draw(summaries, path):
+    """Classes of text by depth and while training; then the own code and the rank by depth."""
+    looks = looks_of(list(summaries))
+    figure, (by_depth, by_updates, own_code, rank) = new_figure(panels=4, width=4.1, height=4.4)
+
+    draw_by_depth(by_depth, summaries, looks, "classes")
+    by_depth.set_title("Classes of text, trained model")
+    finish_auc(by_depth)
+
+    draw_by_updates(by_updates, summaries, looks, "classes")
+    by_updates.set_title("Classes of text, after the last block")
+    finish_auc(by_updates)
+
+    draw_by_depth(own_code, summaries, looks, "own code")
+    own_code.set_title("Bits of the own code, trained model")
+    finish_auc(own_code)
+
+    draw_by_depth(rank, summaries, looks, "effective rank")
+    rank.set(title="Effective rank, trained model", ylabel="dimensions", ylim=(0, None))
+
+    for axes in (by_depth, by_updates, own_code, rank):
+        label_curves(axes)
+    save_figure(figure, path)
+
+
+# ---------------- The sweep
+
+
+def as_json(summary):
+    """A Summary as formation.json holds it."""
+    return {key: value for key, value in asdict(summary).items() if value is not None}
+
+
+def write_report(out, setting):
+    """formation.json, .md and .png from all runs under `out`; returns the Markdown.
+
+    Raises ValueError where there is no run.
+    """
+    summaries = summarise(read_formation_runs(out / "runs", setting))
+    text = report(summaries, setting)
+    values = {name: as_json(summary) for name, summary in summaries.items()}
+    write_results(out, "formation", {"setting": setting, "interfaces": values}, text)
+    draw(summaries, out / "formation.png")
     return text
+
+
+def redraw(out):
+    """formation.png from formation.json in the same folder."""
+    values = read_json(out / "formation.json")["interfaces"]
+    draw({name: Summary(**of_name) for name, of_name in values.items()}, out / "formation.png")
 
 
 def sweep(args):
     """Make the runs that are missing, and the report. Raises ValueError to refuse."""
-    out, size = Path(args.out or f"out/formation-{args.size}"), SIZES[args.size]
-    dtype, _ = pick_dtype("auto", device := pick_device())
-    size = size | CHANGES[args.size] | dict(data=args.data, min_lr=size["lr"] / 10, compile=False)
-    size["vocab_size"] = shards.read_meta(args.data)["vocab_size"]
-    base = Config(**size, dtype=str(dtype).removeprefix("torch."))
-    # All that decides a run but its interface and seed.
-    varied = ("input_layer", "seed", "init_seed", "code_seed", *FREE)
-    setting = {key: value for key, value in asdict(base).items() if key not in varied}
-    setting["data_sha256"] = shards.sha256(Path(args.data) / "meta.json")
-    (runs := out / "runs").mkdir(parents=True, exist_ok=True)
-    made = {(record["interface"], record["seed"]) for record in read_runs(runs, setting, RUN)}
-    for seed in dict.fromkeys(args.seeds):  # one that is cut off has compared all at the first
+    out = output_folder(args, "formation")
+    device = pick_device()
+    dtype, _ = pick_dtype("auto", device)
+    values = SIZES[args.size] | CHANGES[args.size]
+    base = make_config(values, args.data, dtype, compile=False)
+    setting = setting_of(base, varied=("input_layer", "seed", "init_seed", "code_seed"))
+
+    folder = out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = {(run.interface, run.seed) for run in read_formation_runs(folder, setting)}
+    # Seed by seed, so that a sweep that is cut off has compared all interfaces at the first ones.
+    for seed in dict.fromkeys(args.seeds):
         for name in interfaces(base.d_model):
-            if (name, seed) in made:
+            if (name, seed) in finished:
                 continue
-            config = replace(base, input_layer=name, seed=seed, init_seed=10 * seed, code_seed=seed)
-            record = dict(interface=name, seed=seed, setting=setting) | run(config, device, dtype)
-            shards.write_json(runs / f"{name}-seed{seed}.json", record)
-            nats = record["nats"]
-            print(f"{name} seed {seed}: {nats:.4f} nats, {record['seconds']:.0f} s", flush=True)
-        write_report(out, setting, read_runs(runs, setting, RUN))
-    text = write_report(out, setting, read_runs(runs, setting, RUN))
+            config = replace(base, input_layer=name, code_seed=seed, **seeds_of(seed))
+            run = make_run(config, setting, device, dtype)
+            write_json(folder / f"{name}-seed{seed}.json", asdict(run))
+            print(f"{name} seed {seed}: {run.nats:.4f} nats, {run.seconds:.0f} s", flush=True)
+        write_report(out, setting)
+    text = write_report(out, setting)
     print(f"{text}\nWrote formation.json, formation.md and formation.png to {out}")
 
 
 def main(argv=None):
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain, allow_abbrev=False)
-    parser.add_argument("--size", default="smoke", choices=CHANGES)
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2],
-                        help="default 0 1 2; with none it only reports")
+    parser = make_study_parser(__doc__, CHANGES)
+    add_seeds_option(parser)
     parser.add_argument("--data", metavar="DIR", default="data/stdlib", help="see prepare.py")
-    parser.add_argument("--out", metavar="DIR", help="default out/formation-<size>")
+    add_redraw_option(parser, "formation")
     args = parser.parse_args(argv)
     with refusals(parser):
-        sweep(args)
+        if args.redraw:
+            redraw(output_folder(args, "formation"))
+        else:
+            sweep(args)
 
 
 if __name__ == "__main__":

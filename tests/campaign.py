@@ -31,11 +31,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from test_train import ROOT, TINY, as_options, assert_same, make_data, metrics_of, newest, state_of
+from helpers import (
+    ROOT,
+    TINY_RUN,
+    as_options,
+    assert_same,
+    edit_json,
+    read_json_file,
+    read_state,
+    timeless_metrics,
+)
+from training import newest, write_windows
 
-import prepare
-import shards
-from tokenizer import train_bpe
+from nanocodes.batches import epoch_order, window_count
+from nanocodes.files import sha256
+from nanocodes.shards import ID_DTYPE, SHARD_TOKENS, open_shards, read_meta
+from nanocodes.sources import documents_of
+from nanocodes.tokenizer import train_bpe
 from train import Config
 
 
@@ -58,13 +70,15 @@ def figure(process, file, name):
 
 def kills(folder, args):
     """A small run that is killed at random moments ends as an undisturbed one, bit for bit."""
-    moments, updates = random.Random(0), 1000 + 60 * args.kills
-    data = str(make_data(folder / "data", 10))
+    moments = random.Random(0)
+    updates = 1000 + 60 * args.kills
+    data = str(write_windows(folder / "data", 10))
     sizes = dict(max_updates=updates, save_interval=2, eval_interval=10, log_interval=1)
-    killed = Config(**TINY | sizes | dict(data=data, out_dir=f"{folder}/killed"))
+    killed = Config(**TINY_RUN | sizes | dict(data=data, out_dir=f"{folder}/killed"))
     whole = dataclasses.replace(killed, save_interval=updates, out_dir=f"{folder}/whole")
     assert train(whole).wait() == 0
-    out, struck = Path(killed.out_dir), {"starting": 0, "updating": 0, "saving": 0}
+    out = Path(killed.out_dir)
+    struck = {"starting": 0, "updating": 0, "saving": 0}
     for kill in range(args.kills):
         lines = out / "metrics.jsonl"
         before = lines.stat().st_mtime_ns if lines.exists() else 0
@@ -84,8 +98,8 @@ def kills(folder, args):
         struck["saving" if saving else "updating" if moved else "starting"] += 1
     at = newest(out).name
     assert train(killed).wait() == 0
-    assert_same(state_of(newest(out)), state_of(newest(whole.out_dir)))
-    assert metrics_of(out) == metrics_of(whole.out_dir)
+    assert_same(read_state(newest(out)), read_state(newest(whole.out_dir)))
+    assert timeless_metrics(out) == timeless_metrics(whole.out_dir)
     print(f"{args.kills} kills while {struck}, the last one after {at}")
     print(f"equal bit for bit after {updates} updates: weights, optimizer state, metrics")
 
@@ -93,7 +107,7 @@ def kills(folder, args):
 def write_corpus(folder, size):
     """Eight .jsonl files, two of them .gz, of `size` bytes of text: pieces of the standard
     library, each behind a running number. Returns the number of documents and their bytes."""
-    library = b"".join(prepare.documents_of("stdlib")).decode("ascii", "ignore")
+    library = b"".join(documents_of("stdlib")).decode("ascii", "ignore")
     documents = written = 0
     folder.mkdir()
     for number in range(8):
@@ -104,14 +118,17 @@ def write_corpus(folder, size):
                 at = documents * 8000 % len(library)
                 text = f"{documents} {library[at : at + 8000]}"
                 file.write(json.dumps({"text": text}) + "\n")
-                documents, written = documents + 1, written + len(text)
+                documents += 1
+                written += len(text)
     return documents, written
 
 
 def prepared(source, documents, size):
     """Tokenize the folder `source`, then check the counts, the separators and every sha256.
     Prints and returns the peak of memory in bytes, and the number of shards."""
-    out, peak, begun = source.with_suffix(".tokens"), 0, time.perf_counter()
+    out = source.with_suffix(".tokens")
+    peak = 0
+    begun = time.perf_counter()
     options = ["--source", source, "--tokenizer", source.parent / "tokenizer.json", "--out", out]
     running = command("prepare.py", *options, "--workers", 2)
     while running.poll() is None:
@@ -119,17 +136,20 @@ def prepared(source, documents, size):
         time.sleep(0.02)
     speed = size / (time.perf_counter() - begun)
     assert running.returncode == 0
-    splits = shards.read_meta(out)["splits"].values()
+    splits = read_meta(out)["splits"].values()
     assert sum(split["documents"] for split in splits) == documents
     assert sum(split["bytes"] for split in splits) == size
     for split in splits:
-        ids = [np.memmap(out / shard["file"], shards.ID_DTYPE) for shard in split["shards"]]
+        ids = [np.memmap(out / shard["file"], ID_DTYPE) for shard in split["shards"]]
         assert sum(map(len, ids)) == split["tokens"]
         assert sum(np.count_nonzero(part == 0) for part in ids) == split["documents"]
     assert command("prepare.py", "--verify", out).wait() == 0
     count = len(list(out.glob("*.bin")))
-    print(f"{source.name}: {documents:,} documents, {size / 1e6:,.1f} MB, {count} shards, "
-          f"{speed / 1e6:.1f} MB/s, peak of memory {peak / 1e6:,.0f} MB", flush=True)  # fmt: skip
+    print(
+        f"{source.name}: {documents:,} documents, {size / 1e6:,.1f} MB, {count} shards, "
+        f"{speed / 1e6:.1f} MB/s, peak of memory {peak / 1e6:,.0f} MB",
+        flush=True,
+    )
     shutil.rmtree(source)
     shutil.rmtree(out)
     return peak, count
@@ -137,7 +157,7 @@ def prepared(source, documents, size):
 
 def large_input(folder, args):
     """The memory of prepare.py does not grow with its input, nor harm it documents of odd sizes."""
-    stdlib = list(prepare.documents_of("stdlib"))
+    stdlib = list(documents_of("stdlib"))
     texts = (text.decode("utf-8", "replace") for text in stdlib[:300])
     (folder / "tokenizer.json").write_bytes(train_bpe("bpe:4096", texts))
 
@@ -164,14 +184,18 @@ def large_input(folder, args):
 def until_update(config, update):
     """Start or resume a run and kill it after `update`. Returns the seconds to there and, in
     bytes, its usual memory at log lines, the peak, what it read by calls and what from a disk."""
-    begun, said, memory = time.perf_counter(), False, []
+    begun = time.perf_counter()
+    said = False
+    memory = []
     with train(config, stdout=subprocess.PIPE) as running:
         for line in running.stdout:
             if re.match(r"update [\d,]+/", line):
                 memory.append(figure(running, "status", "VmRSS"))
-            if said := line.startswith(f"update {update:,}/"):
+            said = line.startswith(f"update {update:,}/")
+            if said:
                 break
-        seconds, peak = time.perf_counter() - begun, figure(running, "status", "VmHWM")
+        seconds = time.perf_counter() - begun
+        peak = figure(running, "status", "VmHWM")
         read = [figure(running, "io", name) for name in ("rchar", "read_bytes")]
         running.kill()
     assert said, f"the run ended before update {update}"
@@ -180,43 +204,47 @@ def until_update(config, update):
 
 def late_start(folder, args, update=300_000, length=2048, windows_per_update=128):
     """A resume at update 300,000 of many shards costs what a start from scratch on them does."""
-    data = make_data(folder / "data", 10)
-    meta = shards.read_json(data / "meta.json")
+    data = write_windows(folder / "data", 10)
+    meta = read_json_file(data / "meta.json")
     for split, count in (("train", round(args.gigabytes * 5)), ("val", 1)):
         names = [f"{split}_{number:05d}.bin" for number in range(count)]
         for name in names:
             (data / name).touch()
-            os.truncate(data / name, 2 * shards.SHARD_TOKENS)  # all zeros and sparse
-        entries = [dict(file=n, tokens=shards.SHARD_TOKENS, max_id=0, sha256="") for n in names]
-        meta["splits"][split].update(tokens=count * shards.SHARD_TOKENS, shards=entries)
-    shards.write_json(data / "meta.json", meta)
+            os.truncate(data / name, 2 * SHARD_TOKENS)  # all zeros and sparse
+        entries = [dict(file=n, tokens=SHARD_TOKENS, max_id=0, sha256="") for n in names]
+        meta["splits"][split].update(tokens=count * SHARD_TOKENS, shards=entries)
+    edit_json(data / "meta.json", meta)
 
     # The paper's batch on a model of one block, and its first checkpoint put 300,000 further.
     sizes = dict(max_seq_len=length, targets_per_update=windows_per_update * length, n_layers=1)
     sizes |= dict(max_updates=381_470, save_interval=381_470, eval_interval=381_470)
-    new = Config(**TINY | sizes | dict(data=str(data), out_dir=f"{folder}/new"))
+    new = Config(**TINY_RUN | sizes | dict(data=str(data), out_dir=f"{folder}/new"))
     late = dataclasses.replace(new, out_dir=f"{folder}/late")
     until_update(dataclasses.replace(late, save_interval=1), 2)
-    step, moved = newest(late.out_dir), Path(late.out_dir) / f"step_{update:08d}"
+    step = newest(late.out_dir)
+    moved = step.with_name(f"step_{update:08d}")
     training = torch.load(step / "training_state.pt", weights_only=True)
     for moments in training["state"].values():
         moments["step"].fill_(update)
     torch.save(training, step / "training_state.pt")
-    state = shards.read_json(step / "state.json")
+    state = read_json_file(step / "state.json")
     state |= dict(update=update, targets=update * windows_per_update * length)
-    state["sha256"]["training_state.pt"] = shards.sha256(step / "training_state.pt")
-    shards.write_json(step / "state.json", state)
+    state["sha256"]["training_state.pt"] = sha256(step / "training_state.pt")
+    edit_json(step / "state.json", state)
     step.rename(moved)
 
-    windows, begun = shards.window_count(shards.open_shards(data, "train"), length), time.time()
-    shards.epoch_order(windows, late.seed, update * windows_per_update // windows)
+    windows = window_count(open_shards(data, "train"), length)
+    begun = time.time()
+    epoch_order(windows, late.seed, update * windows_per_update // windows)
     print(f"the order of {windows:,} windows takes {time.time() - begun:.2f} s")
     figures = []
     for config, number in ((new, 1), (late, update + 1)):
         seconds, _, peak, *read = until_update(config, number)
         figures.append((peak, read[0]))
-        print(f"after update {number:,}: {seconds:.1f} s, peak of memory {peak / 1e6:.0f} MB, read "
-              f"{read[0] / 1e6:.0f} MB by calls, {read[1] / 1e6:.0f} MB from a disk")  # fmt: skip
+        print(
+            f"after update {number:,}: {seconds:.1f} s, peak of memory {peak / 1e6:.0f} MB, read "
+            f"{read[0] / 1e6:.0f} MB by calls, {read[1] / 1e6:.0f} MB from a disk"
+        )
     assert newest(late.out_dir) == moved, "the resume did not take the checkpoint"
     for start, resume in zip(*figures, strict=True):
         assert abs(resume / start - 1) < 0.05
@@ -225,10 +253,10 @@ def late_start(folder, args, update=300_000, length=2048, windows_per_update=128
 
 def memory(folder, args):
     """A resumed run of 50M parameters takes as much memory as one that was never stopped."""
-    data = str(make_data(folder / "data", 1000))
+    data = str(write_windows(folder / "data", 1000))
     shape = dict(vocab_size=8192, d_model=512, n_layers=10, n_heads=8, d_ff=2048, max_seq_len=64)
     sizes = dict(targets_per_update=8 * 64, micro_batch=8, save_interval=6, max_updates=100)
-    config = Config(**TINY | shape | sizes | dict(data=data, out_dir=f"{folder}/run"))
+    config = Config(**TINY_RUN | shape | sizes | dict(data=data, out_dir=f"{folder}/run"))
     # Freed memory goes back at once: how glibc keeps it differs from run to run.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     figures = []
@@ -271,13 +299,16 @@ def out_of_room(words, made, disk, before):
 
 def full_disks(folder, args):
     """Training, preparing and evaluating on a disk that fills up lose nothing."""
-    room, disk, before = folder / "room", folder / "disk", folder / "before"
+    room = folder / "room"
+    disk = folder / "disk"
+    before = folder / "before"
     # metrics.jsonl grows over many pages, then come the only save, the validation and loss.png.
     often = dict(max_updates=300, save_interval=300, eval_interval=300, keep_checkpoints=-1)
-    places = dict(data=str(make_data(folder / "data", 10)), out_dir=f"{before}/run")
-    run = Config(**TINY | often | places)
+    places = dict(data=str(write_windows(folder / "data", 10)), out_dir=f"{before}/run")
+    run = Config(**TINY_RUN | often | places)
     until_update(dataclasses.replace(run, save_interval=1), 2)
-    text, rows = "".join(map(chr, range(32, 127))) * 1000, folder / "rows.jsonl"
+    text = "".join(map(chr, range(32, 127))) * 1000
+    rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text[:n]}) + "\n" for n in range(0, 2000, 10)))
     (folder / "tokenizer.json").write_bytes(train_bpe("bpe:300", [text]))
     source = ["--source", rows, "--tokenizer", folder / "tokenizer.json", "--val_share", 0.2]
