@@ -1,6 +1,6 @@
 """Token id -> a fixed code of bits, by linear algebra over GF(2), where 1 + 1 = 0.
 
-    python codes.py                       a page about gf2 as the paper uses it
+    python codes.py                       a page about gf2, its matrix drawn from seed 12345
     python codes.py --code signs2048      about another code; --png FILE draws it
 
 t, V       a token's id, 0 <= t < V, and the vocabulary size, 49,152 in the paper
@@ -250,23 +250,24 @@ def minimum_distance(code, vocab_size):
     """The smallest Hamming distance between the codes of two of V ids.
 
     Two codes differ where A code(s ^ t) has a 1, whatever b is. With n bits needed for V - 1,
-    s ^ t takes every value from 1 to 2^n - 1 (s = 2^(n-1) gives those of V and above), so the
-    answer is the fewest ones of A code(z) among these z.
+    s ^ t takes every value z from 1 to 2^n - 1: for z below V take s = 0, and for any other
+    s = 2^(n-1), where t = s ^ z < s < V. So the answer is the fewest ones of A code(z).
     """
     differences = np.arange(1, 2 ** (vocab_size - 1).bit_length())
     pieces = codes_in_pieces(LinearCode(code.matrix), differences)
     return min(int(codes.sum(axis=1, dtype=int).min()) for codes in pieces)
 
 
-def zero_ids(code, vocab_size):
-    """The ids below V whose numbers are all 0, a list of at most one."""
+def zero_id(code, vocab_size):
+    """The id below V whose numbers are all 0, None if there is none. It is the only one, since
+    no two ids share a code."""
     if code.low != 0:
-        return []
-    found = []
+        return None
     for start in range(0, vocab_size, IDS_AT_ONCE):
         ids = np.arange(start, min(start + IDS_AT_ONCE, vocab_size))
-        found += ids[~code.bits(ids).any(axis=1)].tolist()
-    return found
+        for found in ids[~code.bits(ids).any(axis=1)].tolist():
+            return found
+    return None
 
 
 def print_page(code, vocab_size):
@@ -285,7 +286,8 @@ def print_page(code, vocab_size):
     print("\nOnes in a code: how many codes have n")
     for n, count in enumerate(histogram):
         print(f"{n:6} {count:9,}  {'#' * (200 * count // vocab_size)}")
-    print("\nId with the zero code:", *(zero_ids(code, vocab_size) or ["none"]))
+    zero = zero_id(code, vocab_size)
+    print("\nId with the zero code:", "none" if zero is None else zero)
     # Of the pairs of two ids, so many differ in a bit: ones times zeros over all pairs.
     differing = ones_of_bit * (vocab_size - ones_of_bit)
     mean = differing.sum() / (vocab_size * (vocab_size - 1) / 2)

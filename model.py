@@ -18,7 +18,7 @@ from torch.nn import RMSNorm
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import LINEAR_CODES, check_vocab_size, linear_code, matrix_from_hex, zero_ids
+from codes import LINEAR_CODES, check_vocab_size, linear_code, matrix_from_hex, zero_id
 from nanocodes.checkpoint import find_checkpoint, read_weights, refused_unless_whole
 from nanocodes.config import check_fields
 from nanocodes.files import read_json
@@ -41,7 +41,7 @@ class ModelConfig:
     input_layer: str = "learned"  # learned, binary16, gf2, signs<K>: see INPUT_LAYERS
     code_bits: int = 16  # bits of a token id that enter its code
     code_seed: int = 12345  # seed of the matrix of gf2 and signs
-    code_matrix: str | None = None  # that matrix by hand: a hex word a row, bit 0 first
+    code_matrix: str | None = None  # the matrix of gf2 or signs16 by hand, 16 hex words
     code_offset: int = 0  # the vector b that gf2 and signs add, as an integer
     init_seed: int = 1337  # seed of the initial weights
 
@@ -71,7 +71,7 @@ class LinearCodeInput(nn.Module):
         check_vocab_size(vocab_size, bits)
         self.vocab_size = vocab_size
         self.tiles = tiles_of(width, d_model)
-        self.zero_id = next(iter(zero_ids(code, vocab_size)), None)  # whose numbers are all 0
+        self.zero_id = zero_id(code, vocab_size)  # whose numbers are all 0
         constants = {
             "matrix": code.matrix,  # A, (K, bits)
             "offset": code.bits(np.array(0)),  # b, (K,), since code(0) is 0
@@ -83,7 +83,8 @@ class LinearCodeInput(nn.Module):
             buffer = torch.from_numpy(values.astype(np.float32))
             self.register_buffer(name, buffer, persistent=False)
 
-    def codes(self, ids):  # (B, T)
+    def values(self, ids):  # (B, T)
+        """The numbers of LinearCode.values, here as a tensor on the ids' device."""
         places = torch.arange(self.matrix.shape[1], device=ids.device)
         bits = (ids.unsqueeze(-1) >> places) & 1  # (B, T, bits)
         # A sum of so few ones is exact in every dtype, also in the bfloat16 of autocast.
@@ -91,7 +92,7 @@ class LinearCodeInput(nn.Module):
         return torch.where(sums % 2 == 1, self.high, self.low)
 
     def forward(self, ids):  # (B, T)
-        return self.codes(ids).repeat(1, 1, self.tiles)  # (B, T, d_model)
+        return self.values(ids).repeat(1, 1, self.tiles)  # (B, T, d_model)
 
     def table(self):
         """The vectors of all ids, (V, d_model), as a table would hold them."""

@@ -160,31 +160,6 @@ def accumulate_gradients(model, data, config, update, rank, world, dtype):
     return mean_loss
 
 
-def make_update(model, optimizer, data, config, update, rank, world, dtype, stop_requested=()):
-    """Make one update: returns its loss and gradient norm, and whether any rank is to stop.
-
-    Raises ValueError, on all ranks and before the optimizer's step, if the loss or a gradient is
-    not finite.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, update)
-    loss = accumulate_gradients(model, data, config, update, rank, world, dtype)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    # One exchange tells all ranks the same, so that they go on or stop together.
-    sums = torch.stack([loss / world, norm / world, torch.full_like(loss, len(stop_requested))])
-    if world > 1:
-        dist.all_reduce(sums)
-    loss, norm, stops = sums.tolist()
-    if not math.isfinite(loss + norm):
-        raise ValueError(
-            f"update {update + 1} has loss {loss} and gradient norm {norm} and was not made; "
-            f"what {config.out_dir} holds still stands, try a lower lr"
-        )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss, norm, stops > 0
-
-
 # ---------------- A run: set up
 
 
@@ -225,11 +200,12 @@ def open_data(config):
 def changed_fields(folder, config):
     """The fields that a resume must not change and whose values in folder/config.json differ,
     each as "name value"."""
-    before = read_json(folder / "config.json")
+    # A field that is younger than the run had its default then.
+    before = asdict(Config()) | read_json(folder / "config.json")
     return [
-        f"{name} {before.get(name)}"
+        f"{name} {before[name]}"
         for name, value in asdict(config).items()
-        if name not in MAY_CHANGE and before.get(name) != value
+        if name not in MAY_CHANGE and before[name] != value
     ]
 
 
@@ -251,7 +227,7 @@ def open_run_folder(config, resume):
 
 def newest_step(config):
     """The newest intact step folder of this run, or None where there is none yet."""
-    return newest_intact_step(config.out_dir, lambda step: not changed_fields(step, config))
+    return newest_intact_step(config.out_dir, lambda step: changed_fields(step, config))
 
 
 def set_up(config, resume, data, val_data, rank, world, device, dtype):
@@ -386,10 +362,38 @@ def validate(run, update):
 # ---------------- A run: the loop
 
 
+def make_update(run, update, stop_requested):
+    """Make one update: returns its loss and gradient norm, and whether any rank is to stop.
+
+    Raises ValueError, on all ranks and before the optimizer's step, if the loss or a gradient is
+    not finite.
+    """
+    config = run.config
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(config, update)
+    loss = accumulate_gradients(run.model, run.data, config, update, run.rank, run.world, run.dtype)
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip)
+    # One exchange tells all ranks the same, so that they go on or stop together.
+    stops = torch.full_like(loss, len(stop_requested))
+    sums = torch.stack([loss / run.world, norm / run.world, stops])
+    if run.world > 1:
+        dist.all_reduce(sums)
+    loss, norm, stops = sums.tolist()
+    if not math.isfinite(loss + norm):
+        raise ValueError(
+            f"update {update + 1} has loss {loss} and gradient norm {norm} and was not made; "
+            f"what {config.out_dir} holds still stands, try a lower lr"
+        )
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return loss, norm, stops > 0
+
+
 def train(config, resume=False, stop_requested=()):
     """Run all updates of `config`, with `resume` from the newest intact checkpoint on.
 
-    Once `stop_requested` holds anything, the run stops after its update, with a checkpoint.
+    `stop_requested` is a list that a signal's handler appends to: once it holds anything, the run
+    stops after its update, with a checkpoint.
     """
     device = pick_device(config.device)
     dtype, dtype_reason = pick_dtype(config.dtype, device)
@@ -426,17 +430,7 @@ def run_updates(run, stop_requested):
             validate(run, update)
 
         started = time.perf_counter()
-        loss, norm, stop = make_update(
-            run.model,
-            run.optimizer,
-            run.data,
-            config,
-            update,
-            run.rank,
-            run.world,
-            run.dtype,
-            stop_requested,
-        )
+        loss, norm, stop = make_update(run, update, stop_requested)
         seconds += time.perf_counter() - started
         done = update + 1
         is_last = done == config.max_updates

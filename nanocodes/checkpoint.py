@@ -122,14 +122,27 @@ def is_intact(step):
     return False
 
 
-def newest_intact_step(run, fits):
-    """The newest intact step folder for which fits(step) holds, or None.
+def newest_intact_step(run, differences):
+    """The newest intact step folder for which differences(step) is empty, or None.
 
-    Others on the way are renamed, so that they neither count as checkpoints nor are lost.
+    `differences` gives the fields, as text, in which a step's config is not that of the run. Steps
+    passed over are renamed, so that they neither count as checkpoints nor are lost. Raises
+    ValueError, and renames none, if there are intact steps and all of them are of other configs.
     """
+    passed_over = []
+    others = []  # sentences on intact steps of other configs
+    found = None
     for step in reversed(step_folders(run)):
-        if is_intact(step) and fits(step):
-            return step
+        if is_intact(step):
+            different = differences(step)
+            if not different:
+                found = step
+                break
+            others.append(f"{step} was made with {', '.join(different)}; change that back")
+        passed_over.append(step)
+    if found is None and others:
+        raise ValueError(others[0])
+    for step in passed_over:
         print(f"passing over {step}: its files are not as they were saved; set aside as .damaged")
         step.rename(f"{step}.damaged-{time.time_ns()}")
-    return None
+    return found

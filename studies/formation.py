@@ -144,7 +144,7 @@ def label_groups(model, config, ids):
     quantiles = np.quantile(counts, np.arange(1, DECILES) / DECILES)
     groups["frequency"] = counts[:, None] < quantiles
     if isinstance(model.input, LinearCodeInput):
-        codes = model.input.codes(torch.from_numpy(ids).to(model.input.matrix.device)[None])[0]
+        codes = model.input.values(torch.from_numpy(ids).to(model.input.matrix.device)[None])[0]
         groups["own code"] = codes.cpu().numpy() > 0
     return groups
 

@@ -18,6 +18,8 @@ from helpers import (
     TINY_RUN,
     as_options,
     assert_same,
+    edit_json,
+    read_json_file,
     read_state,
     run_ranks,
 )
@@ -321,3 +323,32 @@ def test_raise_in_a_validation_loses_no_weights(data, undisturbed, tmp_path, mon
     config = dataclasses.replace(config, save_interval=3)
     run(config, resume=True)
     assert_same(read_state(newest(config.out_dir)), read_state(newest(undisturbed.out_dir)))
+
+
+def test_a_config_edited_by_hand_sets_no_checkpoint_aside(stopped, undisturbed, capsys):
+    """Such as a larger max_updates in config.json, to train for longer."""
+    path = Path(stopped.out_dir) / "config.json"
+    before = path.read_bytes()
+    edit_json(path, {"max_updates": 9})
+    longer = dataclasses.replace(stopped, max_updates=9)
+    error = refused(capsys, *as_options(longer), "--resume")
+    assert "step_00000006 was made with max_updates 8; change that back" in error
+    assert steps_of(stopped.out_dir) == [3, 6]
+    path.write_bytes(before)
+    run(stopped, resume=True)
+    assert_same_run(stopped, undisturbed)
+
+
+def test_a_run_from_before_a_field_existed_goes_on(stopped, undisturbed):
+    for folder in (Path(stopped.out_dir), *step_folders(stopped.out_dir)):
+        edit_json(folder / "config.json", {"grad_clip": ...})
+        if (folder / "state.json").exists():
+            hashes = read_json_file(folder / "state.json")["sha256"]
+            edit_json(
+                folder / "state.json",
+                {"sha256": hashes | {"config.json": sha256(folder / "config.json")}},
+            )
+    run(stopped, resume=True)
+    assert steps_of(stopped.out_dir)[-1] == 8
+    one = read_state(newest(stopped.out_dir))
+    assert_same(one, read_state(newest(undisturbed.out_dir)))

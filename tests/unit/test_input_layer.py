@@ -23,7 +23,7 @@ def test_a_code_computed_from_ids_is_its_table_bit_for_bit(name):
         looked_up = F.embedding(ids[None], table)
         for context in (torch.float32, torch.bfloat16):
             with torch.autocast("cpu", torch.bfloat16, enabled=context == torch.bfloat16):
-                computed = layer.codes(ids[None])
+                computed = layer.values(ids[None])
             assert computed.dtype == torch.float32 and torch.equal(computed, looked_up)
     assert torch.equal(layer(ids[None, :3]), looked_up[:, :3].repeat(1, 1, layer.tiles))
 
