@@ -33,7 +33,7 @@ from nanocodes.checkpoint import (
 )
 from nanocodes.command import catch_stop, make_parser, refusals
 from nanocodes.config import add_options, read_values
-from nanocodes.device import autocast, measure_peak, pick_device, pick_dtype
+from nanocodes.device import autocast, peak_flops, pick_device, pick_dtype
 from nanocodes.files import locked, read_json, sha256, write_json
 from nanocodes.held_out import bits_per_byte, held_out_sum
 from nanocodes.metrics import append_metrics, draw_losses, rewind_metrics
@@ -258,7 +258,8 @@ def set_up(config, resume, data, val_data, rank, world, device, dtype):
 
     model = torch.compile(raw_model) if config.compile else raw_model
     if world > 1:
-        model = DistributedDataParallel(model)
+        # Gradients then lie in the buckets that are exchanged, and not a second time beside them.
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     return Run(
         config=config,
@@ -408,8 +409,7 @@ def train(config, resume=False, stop_requested=()):
         run = set_up(config, resume, data, val_data, rank, world, device, dtype)
         if rank == 0:
             rewind_metrics(config.out_dir, run.start)
-            rows = config.micro_batch * config.max_seq_len
-            run.peak_flops = world * measure_peak(device, dtype, rows, config.d_model, config.d_ff)
+            run.peak_flops = world * peak_flops(device, dtype)
         describe(run, dtype_reason)
         run_updates(run, stop_requested)
 

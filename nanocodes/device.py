@@ -63,3 +63,9 @@ def measure_peak(device, dtype, rows, inner, columns):
         (a @ b)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return 2 * rows * inner * columns / min(seconds)
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of a product so large that those of a model are hardly faster: what MFU is of."""
+    side = 1024 if device.type == "cpu" else 8192
+    return measure_peak(device, dtype, side, side, side)

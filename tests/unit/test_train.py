@@ -147,6 +147,7 @@ def test_metrics_hold_the_schedule_the_targets_and_the_validation(undisturbed):
     assert [m["lr"] for m in training] == [learning_rate(undisturbed, u) for u in range(8)]
     keys = {"update", "targets", "loss", "lr", "grad_norm", "targets_per_s", "mfu"}
     assert all(m.keys() == keys and m["targets"] == 64 * m["update"] for m in training)
+    assert all(0 < m["mfu"] < 1 for m in training)  # also of a model as small as this one
     assert [m["update"] for m in validation] == [4, 8]
     val = open_shards(undisturbed.data, "val")
     model = load_checkpoint(undisturbed.out_dir)
