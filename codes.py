@@ -207,6 +207,8 @@ def linear_code(name, *, bits=16, seed=12345, matrix=None, offset=0):
     """The LinearCode of that name for ids of `bits` bits. The seed draws A unless it is given."""
     if name not in LINEAR_CODES:
         raise ValueError(f"there is no code {name!r}; choose from {', '.join(LINEAR_CODES)}")
+    if not 1 <= bits <= 63:
+        raise ValueError(f"bits is {bits}; give 1 to 63")
     return LINEAR_CODES[name](bits, seed, matrix, offset)
 
 

@@ -74,8 +74,11 @@ def new_folder(path):
         raise ValueError(f"{path} is not empty; name a new folder")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
-    yield partial
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # ---------------- To Hugging Face

@@ -124,11 +124,11 @@ def common_folder(runs):
 def open_common_held_out(runs, given=None):
     """The HeldOut on which all runs can be compared: of the folder given by hand, or of the data
     that all were trained on. Raises ValueError if the runs do not agree on data and tokenizer."""
-    folder = given or common_folder(runs)
+    folder = common_folder(runs) if given is None else given
     meta = read_meta(folder)
     meta_sha256 = sha256(Path(folder) / "meta.json")
     for run in runs:
-        if not given and run.data_sha256 not in (None, meta_sha256):
+        if given is None and run.data_sha256 not in (None, meta_sha256):
             raise ValueError(f"{folder} changed after {run.name} was made; give it as --data")
         same = run.sha256["tokenizer.json"] == meta["tokenizer_sha256"]
         if not same or run.vocab_size < meta["vocab_size"]:
@@ -186,7 +186,7 @@ def open_work(args, rank):
         os.environ["HF_DATASETS_OFFLINE"] = "1"
     runs = open_runs(args.runs)
     compared = runs
-    if args.tasks and not args.data:  # then a model from outside has its benchmarks alone
+    if args.tasks and args.data is None:  # then a model from outside has its benchmarks alone
         compared = [run for run in runs if not run.hugging_face]
     held_out = None
     try:

@@ -28,6 +28,7 @@ from nanocodes.batches import read_windows, update_windows, validation_windows, 
 from nanocodes.checkpoint import (
     backbone_hash,
     newest_intact_step,
+    read_optimizer_state,
     save_checkpoint,
     step_folders,
 )
@@ -90,7 +91,7 @@ MAY_CHANGE = {
 def make_config(files, options):
     """Lay config files, left to right, then options {key: text} over the defaults."""
     values = read_values(Config, files, options)
-    if values.get("out_dir") is None:
+    if not values.get("out_dir"):
         names = [Path(path).stem for path in files] or [str(values.get("input_layer", "learned"))]
         values["out_dir"] = "out/" + "-".join(names)
     return Config(**values)
@@ -253,8 +254,7 @@ def set_up(config, resume, data, val_data, rank, world, device, dtype):
     raw_model.checkpoint_activations = config.checkpoint_activations
     optimizer = make_optimizer(raw_model, config)
     if step is not None:
-        optimizer_state = torch.load(step / "training_state.pt", "cpu", weights_only=True)
-        optimizer.load_state_dict(optimizer_state)
+        read_optimizer_state(step, optimizer)
 
     model = torch.compile(raw_model) if config.compile else raw_model
     if world > 1:

@@ -55,7 +55,7 @@ def refused_unless_whole(step):
     """Whatever a missing, torn or strange file raises in the body becomes one refusal."""
     try:
         yield
-    except (KeyError, ValueError, OSError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # there is no end to what a stranger's file may raise
         raise ValueError(f"{step} is no whole checkpoint ({error}); use another") from None
 
 
@@ -71,6 +71,18 @@ def read_weights(step, model):
         if not (weight.is_floating_point() and weight.abs().max() < torch.inf):
             raise ValueError("some weights are no floats, or not finite")
     return weights
+
+
+def read_optimizer_state(step, optimizer):
+    """Load the optimizer's state of a step folder, made for parameters of the same shapes."""
+    with refused_unless_whole(step):
+        state = torch.load(step / "training_state.pt", "cpu", weights_only=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                if name != "step" and value.shape != parameters[number].shape:
+                    raise ValueError(f"{name} {number} of the optimizer is of another shape")
+        optimizer.load_state_dict(state)
 
 
 # ---------------- Write

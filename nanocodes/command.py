@@ -1,6 +1,7 @@
 """What every command shares: its parser, how it refuses, and how it is asked to stop."""
 
 import argparse
+import re
 import signal
 from contextlib import contextmanager
 
@@ -20,8 +21,14 @@ def make_parser(doc, prog=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.error = lambda message: refuse(parser, message)
     return parser
+
+
+def refuse(parser, message):
+    """End in one sentence on stderr, with exit status 2."""
+    sentence = " ".join(str(message).splitlines())
+    parser.exit(2, f"{parser.prog}: {sentence}\n")
 
 
 @contextmanager
@@ -30,8 +37,16 @@ def refusals(parser):
     try:
         yield
     except (ValueError, OSError, SafetensorError) as error:
-        sentence = " ".join(str(error).splitlines())
-        parser.exit(2, f"{parser.prog}: {sentence}\n")
+        refuse(parser, error)
+    except RuntimeError as error:
+        # PyTorch has a kind of its own for a GPU's memory, but none for the CPU's.
+        if not re.search("out of memory|allocate memory", str(error)):
+            raise
+        first_line = str(error).partition("\n")[0]
+        refuse(
+            parser,
+            f"there is too little memory ({first_line}); lower --micro_batch or --batch_tokens",
+        )
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")
     finally:

@@ -22,17 +22,19 @@ RANGES = {
     "n_kv_heads": (1, 2**16),
     "d_ff": (1, 2**18),
     "max_seq_len": (1, 2**20),
-    "rope_theta": (1, 2**31),
-    "norm_eps": (1e-12, 2**31),
+    "rope_theta": (1, 2**31 - 1),
+    "norm_eps": (1e-12, 2**31 - 1),
     "code_bits": (1, 63),
-    "max_updates": (1, 2**31),
-    "targets_per_update": (1, 2**31),
-    "micro_batch": (1, 2**31),
-    "grad_clip": (1e-6, 2**31),
-    "eval_interval": (1, 2**31),
-    "save_interval": (1, 2**31),
-    "log_interval": (1, 2**31),
-    "keep_checkpoints": (-1, 2**31),
+    "max_updates": (1, 2**31 - 1),
+    "targets_per_update": (1, 2**31 - 1),
+    "micro_batch": (1, 2**31 - 1),
+    "beta1": (0, 0.999999),
+    "beta2": (0, 0.999999),
+    "grad_clip": (1e-6, 2**31 - 1),
+    "eval_interval": (1, 2**31 - 1),
+    "save_interval": (1, 2**31 - 1),
+    "log_interval": (1, 2**31 - 1),
+    "keep_checkpoints": (-1, 2**31 - 1),
 }
 ANY_NUMBER = (0, 2**31 - 1)  # the range of all others
 
@@ -61,7 +63,7 @@ def check_fields(config):
         value = getattr(config, name)
         types = get_args(field.type) or (field.type,)
         least, greatest = RANGES.get(name, ANY_NUMBER)
-        if float in types and type(value) is int and abs(value) <= greatest:
+        if float in types and type(value) is int and abs(value) < 2**53:  # and so exact
             value = float(value)
             setattr(config, name, value)
         if type(value) not in types:

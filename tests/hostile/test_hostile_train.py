@@ -227,7 +227,7 @@ def test_changed_config_is_refused_by_name(changes, stopped, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(beta1=1.0), dict(input_layer="gf2", code_matrix="12"), dict(code_offset=1)]
+    "changes", [dict(input_layer="gf2", code_matrix="12"), dict(code_offset=1)]
 )
 def test_what_cannot_be_built_leaves_no_run_folder(changes, data, tmp_path, capsys):
     changes = dict(input_layer="binary16") | changes | dict(data=data)

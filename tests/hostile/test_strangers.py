@@ -331,7 +331,7 @@ def test_training_state_of_a_stranger_runs_nothing(tmp_path, monkeypatch, value)
     state = read_json(step / "state.json")  # with a sum that fits: no accident, but intent
     state["sha256"][file.name] = sha256(file)
     write_json(step / "state.json", state)
-    with pytest.raises(Exception):  # noqa: B017 - each ends in torch, with an error of its own
+    with pytest.raises(ValueError, match="step_00000001 is no whole checkpoint"):
         train.train(config, resume=True)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "run/step_00000002").exists()
 
@@ -525,3 +525,15 @@ def test_what_is_whole_is_read(place):
     assert evaluate.validation_curve(place) == ([64], [3.4])
     assert documents_of(place, "rows.jsonl", b'{"text": "abc"}') == [b"abc"]
     assert documents_of(place, "rows.parquet", TABLE) == [b"abc", b"d" * 50]
+
+
+def test_moments_of_another_shape_are_refused(tmp_path):
+    config, step = saved_run(tmp_path)
+    state = torch.load(step / "training_state.pt", weights_only=True)
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(state, step / "training_state.pt")
+    saved = read_json(step / "state.json")
+    saved["sha256"]["training_state.pt"] = sha256(step / "training_state.pt")
+    write_json(step / "state.json", saved)
+    with pytest.raises(ValueError, match="exp_avg 0 of the optimizer is of another shape"):
+        train.train(config, resume=True)

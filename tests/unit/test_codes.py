@@ -506,7 +506,7 @@ def test_importing_needs_no_matplotlib():
     [
         (["--code", "gf3"], "there is no code 'gf3'; choose from binary16, gf2"),
         (["--vocab_size", "65537"], "vocab_size is 65537; with 16 bits give 2 to 65536"),
-        (["--bits", "0"], "seed is 12345, bits 0; give a seed from 0, 1 to 63 bits"),
+        (["--bits", "0"], "bits is 0; give 1 to 63"),
         (["--seed", "-1"], "seed is -1, bits 16; give a seed from 0, 1 to 63 bits"),
         (["--offset", "65536"], "offset is 65536; give 0 to 65535, whose bits are b"),
         (["--matrix", ""], "matrix '' is not 16 hex words of 16 bits; give one a row"),
@@ -534,3 +534,10 @@ def test_the_command_refuses_without_a_traceback():
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("codes.py: there is no code 'gf3'")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["binary16", "gf2", "signs16"])
+@pytest.mark.parametrize("bits", [-1, 0, 64, 10**9])
+def test_a_code_has_a_whole_number_of_bits_that_an_id_can_have(name, bits):
+    with pytest.raises(ValueError, match=f"bits is {bits}; give 1 to 63"):
+        codes.linear_code(name, bits=bits)

@@ -41,3 +41,19 @@ def test_a_parser_refuses_in_one_sentence_without_the_usage(capsys, arguments):
     error = capsys.readouterr().err
     assert ended.value.code == 2
     assert error.startswith("script.py: ") and error.count("\n") == 1
+
+
+def test_too_little_memory_is_refused_and_other_errors_are_not(capsys):
+    parser = make_parser("doc", "train.py")
+    with pytest.raises(SystemExit) as ended, refusals(parser):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+    assert ended.value.code == 2
+    assert "too little memory" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="illegal memory access"), refusals(parser):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_option_of_two_lines_is_refused_in_one(capsys):
+    with pytest.raises(SystemExit):
+        make_parser("doc", "train.py").parse_args(["--bog\nus=1"])
+    assert capsys.readouterr().err.count("\n") == 1

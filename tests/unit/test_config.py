@@ -30,6 +30,7 @@ def test_out_dir_is_named_after_the_files(files):
     assert make_config(files[:1], {}).out_dir == "out/first"
     assert make_config(files, {}).out_dir == "out/first-second"
     assert make_config(files, {"out_dir": "none"}).out_dir == "out/first-second"
+    assert make_config(files, {"out_dir": ""}).out_dir == "out/first-second"
     assert make_config(files, {"out_dir": "elsewhere"}).out_dir == "elsewhere"
 
 
@@ -100,6 +101,9 @@ def test_options_become_values_of_their_type(name, text, value):
         ("--keep_checkpoints=-2", "keep_checkpoints is -2"),
         ("--warmup_updates=-1", "warmup_updates is -1"),
         ("--seed=-1", "seed is -1"),
+        ("--beta1=1", "beta1 is 1.0"),
+        ("--beta2=1.5", "beta2 is 1.5"),
+        ("--max_updates=2147483648", "max_updates is 2147483648"),
         ("--compile=1", "compile is 1"),
         ("--compile=yes", "compile is 'yes'"),
         ("--n_kv_heads=5", "n_kv_heads 5"),
